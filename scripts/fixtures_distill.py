@@ -194,6 +194,6 @@ def save(toy):
 
 if __name__ == "__main__":
     OUT.mkdir(parents=True, exist_ok=True)
-    # At a peak of .02 every gate only falls; at .06 many are held, some reach 0, some come back to 1.
+    # At a peak of .02 every gate only falls; at .06 many are held, many reach 0.
     make(Toy("llama", 1, 3, 4, 2, 8, 24, 32, 40, 10000.0, 1e-5, False, False), 4, 8, 11, 0.02)
     make(Toy("qwen", 2, 4, 6, 3, 4, 20, 28, 40, 1000000.0, 1e-6, True, True), 2, 6, 12, 0.06)
