@@ -1,0 +1,203 @@
+// Package model opens a model from a Hugging Face folder or a GGUF file: its configuration, its weights as views of
+// the mapped files, its tokenizer and chat template, and the hashes that identify it.
+package model
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"sort"
+	"strings"
+
+	"github.com/kvprofile/kvprofile/internal/dtype"
+	"github.com/kvprofile/kvprofile/internal/engine"
+	"github.com/kvprofile/kvprofile/internal/gguf"
+)
+
+// What is wrong with a model. Every error of Open wraps one of these, or an error of the file system.
+var (
+	ErrUnsupported   = errors.New("unsupported model")
+	ErrCorrupt       = errors.New("corrupt model file")
+	ErrMissingTensor = errors.New("missing tensor")
+	ErrShape         = errors.New("wrong tensor shape")
+)
+
+// Model is an open model. Close unmaps its files; nothing of it may be used afterwards.
+type Model struct {
+	Path   string
+	Name   string // the folder's or file's name, or general.name of a GGUF
+	Kind   string // "huggingface" or "gguf"
+	Config engine.Config
+	EOS    []int32 // ids that end a generation, where the files say so
+
+	tensors map[string]tensor
+	maps    []mapping
+}
+
+// tensor is a stored tensor under its canonical name.
+type tensor struct {
+	file   string
+	dtype  dtype.DType
+	shape  []int
+	data   []byte
+	rowMap []int32
+}
+
+// Open reads the model at path: a folder with config.json and safetensors, or a GGUF file.
+func Open(path string) (*Model, error) {
+	info, err := os.Stat(path)
+	if err != nil {
+		return nil, fmt.Errorf("open model: %w", err)
+	}
+	m := &Model{Path: path, tensors: map[string]tensor{}}
+	if info.IsDir() {
+		err = m.openHuggingFace(path)
+	} else {
+		err = m.openGGUF(path)
+	}
+	if err == nil {
+		err = m.check()
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("model %s: %w", path, err), m.Close())
+	}
+	return m, nil
+}
+
+// Close unmaps the files.
+func (m *Model) Close() error {
+	var errs []error
+	for _, f := range m.maps {
+		errs = append(errs, f.close())
+	}
+	m.maps, m.tensors = nil, nil
+	return errors.Join(errs...)
+}
+
+func (m *Model) mapFile(path string) ([]byte, error) {
+	f, err := openMapping(path)
+	if err != nil {
+		return nil, err
+	}
+	m.maps = append(m.maps, f)
+	return f.data, nil
+}
+
+func (m *Model) openGGUF(path string) error {
+	m.Kind = "gguf"
+	data, err := m.mapFile(path)
+	if err != nil {
+		return err
+	}
+	f, err := gguf.Parse(data)
+	switch {
+	case errors.Is(err, gguf.ErrUnsupported):
+		return fmt.Errorf("%w: %w", ErrUnsupported, err)
+	case err != nil:
+		return fmt.Errorf("%w: %w", ErrCorrupt, err)
+	}
+	if m.Config, err = ggufConfig(f); err != nil {
+		return err
+	}
+	if err := m.Config.Validate(); err != nil {
+		return fmt.Errorf("%w: %w", ErrCorrupt, err)
+	}
+	m.Name = strings.TrimSuffix(filepath.Base(path), filepath.Ext(path))
+	var queryRows, keyRows []int32
+	if m.Config.Architecture == "llama" || m.Config.Architecture == "mistral" {
+		queryRows, keyRows = pairedRows(m.Config.Heads, m.Config.HeadDim), pairedRows(m.Config.KVHeads, m.Config.HeadDim)
+	}
+	for _, t := range f.Tensors {
+		name := canonicalName(t.Name)
+		if name == "" {
+			if t.Name == "rope_freqs.weight" { // already in the configuration
+				continue
+			}
+			return fmt.Errorf("%w: %s: tensor %s, which %s does not have", ErrUnsupported, filepath.Base(path), t.Name, m.Config.Architecture)
+		}
+		s := tensor{file: filepath.Base(path), dtype: t.DType, shape: t.Shape, data: t.Data}
+		switch {
+		case strings.Contains(name, "q_proj"):
+			s.rowMap = queryRows
+		case strings.Contains(name, "k_proj"):
+			s.rowMap = keyRows
+		}
+		m.tensors[name] = s
+	}
+	return nil
+}
+
+// wanted lists the tensors that the configuration needs, with their shapes.
+func (m *Model) wanted() map[string][]int {
+	c := m.Config
+	want := map[string][]int{"model.embed_tokens.weight": {c.Vocab, c.Hidden}, "model.norm.weight": {c.Hidden}}
+	if !c.TiedEmbeddings {
+		want["lm_head.weight"] = []int{c.Vocab, c.Hidden}
+	}
+	for l := range c.Layers {
+		add := func(name string, shape ...int) { want[fmt.Sprintf("model.layers.%d.%s", l, name)] = shape }
+		add("input_layernorm.weight", c.Hidden)
+		add("post_attention_layernorm.weight", c.Hidden)
+		add("self_attn.q_proj.weight", c.QueryWidth(), c.Hidden)
+		add("self_attn.k_proj.weight", c.KVWidth(), c.Hidden)
+		add("self_attn.v_proj.weight", c.KVWidth(), c.Hidden)
+		add("self_attn.o_proj.weight", c.Hidden, c.QueryWidth())
+		add("mlp.gate_proj.weight", c.Intermediate, c.Hidden)
+		add("mlp.up_proj.weight", c.Intermediate, c.Hidden)
+		add("mlp.down_proj.weight", c.Hidden, c.Intermediate)
+		if c.QKVBias {
+			add("self_attn.q_proj.bias", c.QueryWidth())
+			add("self_attn.k_proj.bias", c.KVWidth())
+			add("self_attn.v_proj.bias", c.KVWidth())
+		}
+		if c.QKNorm {
+			add("self_attn.q_norm.weight", c.HeadDim)
+			add("self_attn.k_norm.weight", c.HeadDim)
+		}
+	}
+	return want
+}
+
+// check compares the tensors that are there with those that the configuration needs, in order of their names.
+func (m *Model) check() error {
+	// A header is cheap to forge: without a bound, a configuration of a billion layers would be listed in full.
+	if n := len(m.tensors); m.Config.Layers > n {
+		return fmt.Errorf("%w: %d layers, but only %d tensors", ErrMissingTensor, m.Config.Layers, n)
+	}
+	want := m.wanted()
+	names := make([]string, 0, len(want))
+	for name := range want {
+		names = append(names, name)
+	}
+	sort.Strings(names)
+	for _, name := range names {
+		t, ok := m.tensors[name]
+		if !ok {
+			return fmt.Errorf("%w: %s", ErrMissingTensor, name)
+		}
+		if !slices.Equal(t.shape, want[name]) {
+			return fmt.Errorf("%w: %s: tensor %s is %v, want %v", ErrShape, t.file, name, t.shape, want[name])
+		}
+	}
+	for name := range m.tensors {
+		if _, ok := want[name]; !ok && !(name == "lm_head.weight" && m.Config.TiedEmbeddings) {
+			return fmt.Errorf("%w: tensor %s, which %s does not have", ErrUnsupported, name, m.Config.Architecture)
+		}
+	}
+	return nil
+}
+
+// Matrix implements engine.Weights.
+func (m *Model) Matrix(name string) (engine.Matrix, error) {
+	t, ok := m.tensors[name]
+	if !ok {
+		return engine.Matrix{}, fmt.Errorf("model %s: %w: %s", m.Path, ErrMissingTensor, name)
+	}
+	rows, cols := 1, t.shape[len(t.shape)-1]
+	if len(t.shape) == 2 {
+		rows = t.shape[0]
+	}
+	return engine.Matrix{Name: name, Rows: rows, Cols: cols, DType: t.dtype, Data: t.data, RowMap: t.rowMap}, nil
+}
