@@ -1,0 +1,256 @@
+package tokenizer
+
+import (
+	"compress/gzip"
+	"encoding/json"
+	"errors"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+)
+
+func gunzip(t testing.TB, path string) []byte {
+	t.Helper()
+	f, err := os.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	z, err := gzip.NewReader(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	data, err := io.ReadAll(z)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return data
+}
+
+type testCase struct {
+	Text, Decoded string
+	IDs, Special  []int32
+}
+
+func readCases(t testing.TB, path string) (cases []testCase) {
+	t.Helper()
+	if err := json.Unmarshal(gunzip(t, path), &cases); err != nil {
+		t.Fatal(err)
+	}
+	return cases
+}
+
+// checkCases compares with what the official library gave: scripts/fixtures_tokenizer.py.
+func checkCases(t *testing.T, tok *Tokenizer, cases []testCase) {
+	t.Helper()
+	wrong := 0
+	for _, c := range cases {
+		got := tok.Encode(c.Text)
+		ok := slices.Equal(got, c.IDs)
+		if !ok && wrong < 5 {
+			t.Errorf("%q gives %v, want %v", c.Text, got, c.IDs)
+		}
+		if with := tok.EncodeWithSpecial(c.Text); ok && !slices.Equal(with, c.Special) {
+			ok = false
+			if wrong < 5 {
+				t.Errorf("%q with special tokens gives %v, want %v", c.Text, with, c.Special)
+			}
+		}
+		if text := tok.Decode(c.IDs); ok && text != c.Decoded {
+			ok = false
+			if wrong < 5 {
+				t.Errorf("%v decodes to %q, want %q", c.IDs, text, c.Decoded)
+			}
+		}
+		if !ok {
+			wrong++
+		}
+	}
+	if wrong > 0 {
+		t.Errorf("%d of %d strings are wrong", wrong, len(cases))
+	}
+}
+
+func TestOfficialIDs(t *testing.T) {
+	dir := "testdata"
+	if other := os.Getenv("KVPROFILE_TOKENIZER_CASES"); other != "" {
+		dir = other // whole tokenizers, with as many strings as one likes
+	}
+	files, err := filepath.Glob(filepath.Join(dir, "*.json.gz"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	tested := 0
+	for _, file := range files {
+		name, ok := strings.CutSuffix(filepath.Base(file), ".json.gz")
+		if !ok || strings.HasSuffix(name, ".cases") {
+			continue
+		}
+		tested++
+		t.Run(name, func(t *testing.T) {
+			tok, err := FromJSON(gunzip(t, file), nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			checkCases(t, tok, readCases(t, filepath.Join(dir, name+".cases.json.gz")))
+		})
+	}
+	if tested < 4 {
+		t.Errorf("only %d tokenizers tested", tested)
+	}
+}
+
+func TestConcurrentUse(t *testing.T) {
+	tok, err := FromJSON(gunzip(t, "testdata/qwen3.json.gz"), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cases := readCases(t, "testdata/qwen3.cases.json.gz")
+	var wg sync.WaitGroup
+	for range 4 {
+		wg.Go(func() {
+			for _, c := range cases {
+				if !slices.Equal(tok.Encode(c.Text), c.IDs) {
+					t.Errorf("%q differs", c.Text)
+					return
+				}
+			}
+		})
+	}
+	wg.Wait()
+}
+
+func TestByteLevelAlphabet(t *testing.T) {
+	seen := map[rune]bool{}
+	for b := range 256 {
+		r := byteRune(byte(b))
+		back, ok := runeByte(r)
+		if !ok || back != byte(b) || seen[r] {
+			t.Errorf("byte %d is %q, and back %d", b, r, back)
+		}
+		seen[r] = true
+	}
+}
+
+func TestClasses(t *testing.T) {
+	v := Vocabulary{Model: "gpt2", Pre: "smollm", Tokens: []string{"<|im_start|>", "a", ".", "Ġ!", "Ġ", "1", "$", "Âµ", "âĢĶ", "!a", "..."},
+		Types: []int64{3, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, BOS: 1, EOS: -1, UNK: -1}
+	tok, err := FromVocabulary(v)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for id, want := range []struct{ special, punctuation bool }{{true, false}, {true, false}, {false, true}, {false, true}, {}, {}, {false, true}, {}, {false, true}, {}, {false, true}} {
+		if tok.IsSpecial(int32(id)) != want.special || tok.IsPunctuation(int32(id)) != want.punctuation {
+			t.Errorf("%q: special %v, punctuation %v", v.Tokens[id], tok.IsSpecial(int32(id)), tok.IsPunctuation(int32(id)))
+		}
+	}
+	if tok.IsPunctuation(-1) || tok.IsPunctuation(1000) || tok.Token(1000) != "" {
+		t.Error("ids outside the vocabulary have a class")
+	}
+}
+
+func TestFingerprintIsOfTheMeaning(t *testing.T) {
+	v := Vocabulary{Model: "gpt2", Pre: "gpt-2", Tokens: []string{"a", "b", "ab"}, Merges: []string{"a b"}, BOS: 0, EOS: 1, UNK: -1}
+	print := func(edit func(*Vocabulary)) string {
+		w := v
+		w.Tokens = slices.Clone(v.Tokens)
+		edit(&w)
+		tok, err := FromVocabulary(w)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return tok.Fingerprint()
+	}
+	same := print(func(*Vocabulary) {})
+	fromJSON, err := FromJSON([]byte(`{"model":{"type":"BPE","vocab":{"a":0,"b":1,"ab":2},"merges":["a b"]},"pre_tokenizer":{"type":"ByteLevel"}}`),
+		[]byte(`{"bos_token":"a","eos_token":{"content":"b"}}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if fromJSON.Fingerprint() != same {
+		t.Error("the same tokenizer from tokenizer.json has another fingerprint")
+	}
+	for name, edit := range map[string]func(*Vocabulary){
+		"a token":   func(v *Vocabulary) { v.Tokens[2] = "ab"; v.Tokens = append(v.Tokens, "c") },
+		"the order": func(v *Vocabulary) { v.Tokens[0], v.Tokens[1] = "b", "a" },
+		"a merge":   func(v *Vocabulary) { v.Merges = nil },
+		"EOS":       func(v *Vocabulary) { v.EOS = 0 },
+	} {
+		if print(edit) == same {
+			t.Errorf("another %s leaves the fingerprint as it was", name)
+		}
+	}
+}
+
+func TestRefused(t *testing.T) {
+	for name, c := range map[string]struct {
+		json string
+		want error
+	}{
+		"unigram":       {`{"model":{"type":"Unigram","vocab":[["a",0]]}}`, ErrUnsupported},
+		"pre-tokenizer": {`{"model":{"type":"BPE","vocab":{}},"pre_tokenizer":{"type":"Whitespace"}}`, ErrUnsupported},
+		"normalizer":    {`{"model":{"type":"BPE","vocab":{}},"normalizer":{"type":"Nmt"}}`, ErrUnsupported},
+		"decoder":       {`{"model":{"type":"BPE","vocab":{}},"decoder":{"type":"CTC"}}`, ErrUnsupported},
+		"processor":     {`{"model":{"type":"BPE","vocab":{}},"post_processor":{"type":"RobertaProcessing"}}`, ErrUnsupported},
+		"not JSON":      {`{`, ErrCorrupt},
+		"huge id":       {`{"model":{"type":"BPE","vocab":{"a":2000000000}}}`, ErrCorrupt},
+		"negative id":   {`{"model":{"type":"BPE","vocab":{"a":-1}}}`, ErrCorrupt},
+		"merge":         {`{"model":{"type":"BPE","vocab":{"a":0},"merges":["a b"]}}`, ErrCorrupt},
+		"merge shape":   {`{"model":{"type":"BPE","vocab":{"a":0},"merges":[["a"]]}}`, ErrCorrupt},
+		"regex":         {`{"model":{"type":"BPE","vocab":{}},"pre_tokenizer":{"type":"Split","behavior":"Isolated","pattern":{"Regex":"("}}}`, ErrCorrupt},
+	} {
+		if _, err := FromJSON([]byte(c.json), nil); !errors.Is(err, c.want) {
+			t.Errorf("%s: got %v, want %v", name, err, c.want)
+		}
+	}
+	for name, v := range map[string]Vocabulary{
+		"model":  {Model: "bert", BOS: -1, EOS: -1, UNK: -1},
+		"pre":    {Model: "gpt2", Pre: "new", BOS: -1, EOS: -1, UNK: -1},
+		"bos":    {Model: "gpt2", Pre: "gpt-2", BOS: 4, EOS: -1, UNK: -1},
+		"twice":  {Model: "gpt2", Pre: "gpt-2", Tokens: []string{"a", "a"}, BOS: -1, EOS: -1, UNK: -1},
+		"scores": {Model: "llama", Tokens: []string{"a"}, BOS: -1, EOS: -1, UNK: -1},
+		"types":  {Model: "gpt2", Pre: "gpt-2", Tokens: []string{"a"}, Types: []int64{1, 1}, BOS: -1, EOS: -1, UNK: -1},
+	} {
+		if _, err := FromVocabulary(v); !errors.Is(err, ErrUnsupported) && !errors.Is(err, ErrCorrupt) {
+			t.Errorf("%s: got %v", name, err)
+		}
+	}
+}
+
+// Whatever a tokenizer.json says, reading and using it must not panic.
+func FuzzFromJSON(f *testing.F) {
+	f.Add([]byte(`{"model":{"type":"BPE","vocab":{"a":0,"b":1,"ab":2},"merges":["a b"]},"pre_tokenizer":{"type":"ByteLevel"},"decoder":{"type":"ByteLevel"}}`), "abba")
+	f.Add([]byte(`{"added_tokens":[{"id":3,"content":"<x>","lstrip":true,"rstrip":true}],"model":{"type":"BPE","vocab":{"▁":0}},"normalizer":{"type":"Prepend","prepend":"▁"}}`), " <x> a")
+	f.Add([]byte(`{"model":{"type":"BPE","vocab":{"a":0}},"pre_tokenizer":{"type":"Metaspace","replacement":"▁"},"decoder":{"type":"Strip","content":"","start":3}}`), "a a")
+	f.Fuzz(func(t *testing.T, data []byte, text string) {
+		tok, err := FromJSON(data, data)
+		if err != nil {
+			return
+		}
+		ids := tok.EncodeWithSpecial(text)
+		for _, id := range ids {
+			if id < 0 || int(id) >= tok.VocabSize() {
+				t.Fatalf("id %d of %d", id, tok.VocabSize())
+			}
+			tok.IsPunctuation(id)
+		}
+		tok.Decode(ids)
+		tok.Fingerprint()
+	})
+}
+
+func BenchmarkEncode(b *testing.B) {
+	tok, err := FromJSON(gunzip(b, "testdata/qwen3.json.gz"), nil)
+	if err != nil {
+		b.Fatal(err)
+	}
+	text := strings.Repeat("The quick brown fox jumps over the lazy dog, 12 times; isn't that enough? ", 1000)
+	b.SetBytes(int64(len(text)))
+	for b.Loop() {
+		tok.Encode(text)
+	}
+}
