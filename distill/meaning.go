@@ -46,8 +46,8 @@ type Meaning struct {
 // Holds reports whether the gates mean something: reversing them loses more than keeping them, and not by chance.
 func (m *Meaning) Holds() bool { return m.Low > 0 }
 
-// TestMeaning runs the samples, which the gates must not have been trained on, under the five choices of heads.
-func TestMeaning(ctx context.Context, m *engine.Model, samples []datasets.Sample, gates [][]float64, opt MeaningOptions) (*Meaning, error) {
+// MeasureMeaning runs the samples, which the gates must not have been trained on, under the five choices of heads.
+func MeasureMeaning(ctx context.Context, m *engine.Model, samples []datasets.Sample, gates [][]float64, opt MeaningOptions) (*Meaning, error) {
 	if len(samples) == 0 {
 		return nil, fmt.Errorf("no samples to test the gates on")
 	}
