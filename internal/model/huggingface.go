@@ -215,7 +215,7 @@ func (m *Model) openHuggingFace(dir string) error {
 			m.tensors[t.Name] = tensor{file: file, dtype: t.DType, shape: t.Shape, data: t.Data}
 		}
 	}
-	return nil
+	return m.readTokenizer(dir)
 }
 
 // weightFiles lists the safetensors files of a folder, as its index names them.

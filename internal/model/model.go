@@ -11,9 +11,11 @@ import (
 	"sort"
 	"strings"
 
+	"github.com/kvprofile/kvprofile/internal/chat"
 	"github.com/kvprofile/kvprofile/internal/dtype"
 	"github.com/kvprofile/kvprofile/internal/engine"
 	"github.com/kvprofile/kvprofile/internal/gguf"
+	"github.com/kvprofile/kvprofile/internal/tokenizer"
 )
 
 // What is wrong with a model. Every error of Open wraps one of these, or an error of the file system.
@@ -31,6 +33,9 @@ type Model struct {
 	Kind   string // "huggingface" or "gguf"
 	Config engine.Config
 	EOS    []int32 // ids that end a generation, where the files say so
+
+	Tokenizer *tokenizer.Tokenizer // nil when the folder has none
+	Chat      *chat.Template       // nil when the model has none
 
 	tensors map[string]tensor
 	maps    []mapping
@@ -126,7 +131,7 @@ func (m *Model) openGGUF(path string) error {
 		}
 		m.tensors[name] = s
 	}
-	return nil
+	return m.vocabularyOf(f)
 }
 
 // wanted lists the tensors that the configuration needs, with their shapes.
