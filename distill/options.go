@@ -7,6 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"math"
+
+	"github.com/kvprofile/kvprofile/datasets"
 )
 
 // Options say how gates are trained. The fields up to Seed decide the result and are part of Hash; the others decide
@@ -39,12 +41,10 @@ type Options struct {
 // step, so a gate that nothing holds needs a sum of 1 to fall from 1 to 0, and as much again to come back.
 const MinRateSum = 2
 
-// Recipe is a preset: options and the data that they were made for.
+// Recipe is a preset: options and the data that they were made for. The data's Seed and Haystack are the caller's.
 type Recipe struct {
 	Options Options
-	// Samples of MinTokens to MaxTokens tokens, each with Passkeys passkeys of Words words.
-	Samples, MinTokens, MaxTokens int
-	Passkeys, Words               int
+	Data    datasets.PasskeyOptions
 }
 
 // Recipes are the names that RecipeNamed knows.
@@ -57,13 +57,15 @@ func RecipeNamed(name string) (Recipe, error) {
 	switch name {
 	case "paper":
 		base.Steps = 2000
-		return Recipe{Options: base, Samples: 2000, MinTokens: 2500, MaxTokens: 33500, Passkeys: 10, Words: 32}, nil
+		return Recipe{Options: base, Data: datasets.RecipePaper()}, nil
 	case "cpu":
 		base.Steps = 125
-		return Recipe{Options: base, Samples: 125, MinTokens: 1024, MaxTokens: 2048, Passkeys: 4, Words: 16}, nil
+		return Recipe{Options: base, Data: datasets.RecipeCPU()}, nil
 	case "quick":
 		base.Steps, base.LearningRate, base.CheckpointEvery = 25, 0.1, 5
-		return Recipe{Options: base, Samples: 25, MinTokens: 1024, MaxTokens: 1024, Passkeys: 4, Words: 16}, nil
+		data := datasets.RecipeCPU()
+		data.Count, data.MaxLength, data.Steps = 25, data.MinLength, 1
+		return Recipe{Options: base, Data: data}, nil
 	}
 	return Recipe{}, fmt.Errorf("unknown recipe %q; known are %v", name, Recipes())
 }
