@@ -19,7 +19,11 @@ func (s Sentence) endsBlock() bool { return strings.HasSuffix(string(s), "\n") }
 
 // Stream yields the sentences of one haystack without end.
 type Stream interface {
+	// Next yields a sentence that is not blank.
 	Next() Sentence
+	// Contiguous reports whether the sentences make sense in this order only. If
+	// not, some may be left out to reach an exact length.
+	Contiguous() bool
 }
 
 // Haystack is a source of filler text.
@@ -108,6 +112,9 @@ func (g *prose) Next() Sentence {
 	}
 	return Sentence(text)
 }
+
+// Contiguous is false: no sentence depends on another.
+func (g *prose) Contiguous() bool { return false }
 
 // fresher draws sentences until one is new. Only short shapes can meet an old
 // sentence, and a shape is drawn anew each time, so this ends soon.
@@ -542,7 +549,8 @@ func (g *prose) amount() string {
 	}
 }
 
-func (g *prose) ordinal(n int) string {
+// ordinalDigits is "21st" and the like.
+func ordinalDigits(n int) string {
 	suffix := "th"
 	switch {
 	case n%100/10 == 1:
@@ -566,7 +574,7 @@ func (g *prose) date() string {
 	case 1:
 		return "in " + month + " " + g.year()
 	case 2:
-		return "on the " + g.ordinal(1+g.r.IntN(28)) + " of " + month
+		return "on the " + ordinalDigits(1+g.r.IntN(28)) + " of " + month
 	case 3:
 		return "on " + month + " " + strconv.Itoa(1+g.r.IntN(28)) + ", " + g.year()
 	default:
