@@ -1,0 +1,11 @@
+package cpu
+
+import "golang.org/x/sys/unix"
+
+// physicalMemory is the memory of the machine in bytes.
+func physicalMemory() int64 {
+	if n, err := unix.SysctlUint64("hw.memsize"); err == nil {
+		return int64(n)
+	}
+	return 8 << 30
+}

@@ -1,0 +1,6 @@
+//go:build !linux && !darwin
+
+package cpu
+
+// physicalMemory stands for the memory of the machine where it cannot be asked for, in bytes.
+func physicalMemory() int64 { return 8 << 30 }
