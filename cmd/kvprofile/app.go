@@ -77,7 +77,7 @@ bytes and the evidence for it.`,
 	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
 		return ui.Hint(err, "%s --help lists the flags", cmd.CommandPath())
 	})
-	root.AddCommand(a.inspectCommand(), a.versionCommand())
+	root.AddCommand(a.inspectCommand(), a.datasetsCommand(), a.profileCommand(), a.distillCommand(), a.versionCommand())
 	return root
 }
 

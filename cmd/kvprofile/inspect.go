@@ -2,38 +2,15 @@ package main
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/spf13/cobra"
 
 	"github.com/kvprofile/kvprofile/internal/engine"
+	"github.com/kvprofile/kvprofile/internal/model"
 	"github.com/kvprofile/kvprofile/internal/ui"
 )
-
-// inspection is what inspect says with --json. Bytes are those of a bf16 cache, one sequence.
-type inspection struct {
-	Name          string            `json:"name"`
-	Path          string            `json:"path"`
-	Kind          string            `json:"kind"`
-	Architecture  string            `json:"architecture"`
-	Layers        int               `json:"n_layers"`
-	Heads         int               `json:"n_heads"`
-	KVHeads       int               `json:"n_kv_heads"`
-	HeadDim       int               `json:"head_dim"`
-	Hidden        int               `json:"hidden"`
-	Intermediate  int               `json:"intermediate"`
-	Vocab         int               `json:"vocab"`
-	MaxPosition   int               `json:"max_position"`
-	RoPE          string            `json:"rope"`
-	SlidingWindow []int             `json:"sliding_window,omitempty"`
-	WeightBytes   int64             `json:"weight_bytes"`
-	BytesPerToken int64             `json:"kv_bytes_per_token"`
-	CacheBytes    map[string]int64  `json:"kv_cache_bytes"`
-	SHA256        map[string]string `json:"sha256"`
-}
-
-// inspectLengths are the context lengths in tokens at which inspect shows the size of the cache.
-var inspectLengths = [...]int{4096, 32768, 131072}
 
 func (a *app) inspectCommand() *cobra.Command {
 	return &cobra.Command{
@@ -55,59 +32,65 @@ func (a *app) inspect(name string) error {
 		return err
 	}
 	defer m.Close()
-	c := m.Config
-	v := inspection{Name: m.Name, Path: m.Path, Kind: m.Kind, Architecture: c.Architecture, Layers: c.Layers, Heads: c.Heads,
-		KVHeads: c.KVHeads, HeadDim: c.HeadDim, Hidden: c.Hidden, Intermediate: c.Intermediate, Vocab: c.Vocab, MaxPosition: c.MaxPosition,
-		RoPE: describeRoPE(c.RoPE), SlidingWindow: c.SlidingWindow, BytesPerToken: bytesPerToken(c), CacheBytes: map[string]int64{}}
-	for _, n := range inspectLengths {
-		v.CacheBytes[fmt.Sprint(n)] = cacheBytes(c, n)
-	}
+	v, print := m.Inspect(), m.Fingerprint()
 	if a.ui.JSON() {
-		return a.ui.PrintJSON(v)
+		return a.ui.PrintJSON(struct {
+			model.Info
+			SHA256 model.Fingerprint `json:"sha256"`
+		}{v, print})
 	}
 	t := ui.Table{Left: []int{1}}
 	t.Add("model", v.Name)
-	t.Add("file", fmt.Sprintf("%s (%s)", v.Path, v.Kind))
-	t.Add("architecture", v.Architecture)
+	t.Add("file", fmt.Sprintf("%s (%s)", v.Path, v.Format))
+	t.Add("architecture", v.Architecture+", supported")
+	t.Add("parameters", fmt.Sprintf("%.4g million, %s (%s)", float64(v.Parameters)/1e6, ui.Bytes(v.WeightBytes), types(v.WeightTypes)))
 	t.Add("layers", v.Layers)
 	t.Add("query heads", v.Heads)
-	t.Add("KV heads", fmt.Sprintf("%d (groups of %d)", v.KVHeads, c.Group()))
+	t.Add("KV heads", fmt.Sprintf("%d, each shared by %d query heads", v.KVHeads, v.Group))
 	t.Add("head dimension", v.HeadDim)
-	t.Add("hidden, MLP, vocabulary", fmt.Sprintf("%d, %d, %d", v.Hidden, v.Intermediate, v.Vocab))
 	t.Add("context", fmt.Sprintf("%d tokens", v.MaxPosition))
-	t.Add("RoPE", v.RoPE)
-	t.Add("attention", describeWindows(c))
-	t.Add("KV bytes per token", fmt.Sprintf("%s in bf16", ui.Bytes(v.BytesPerToken)))
-	for _, n := range inspectLengths {
+	t.Add("RoPE", describeRoPE(v.RoPETheta, v.RoPEScaling))
+	t.Add("attention", describeWindows(v.Layers, v.SlidingWindow))
+	t.Add("tokenizer", yesNo(v.Tokenizer)+", chat template: "+yesNo(v.ChatTemplate))
+	t.Add("KV bytes per token", ui.Bytes(v.KVBytesPerToken)+" in bf16")
+	for _, size := range v.CacheBytes {
 		note := ""
-		if c.MaxPosition > 0 && n > c.MaxPosition {
+		if v.MaxPosition > 0 && size.Tokens > v.MaxPosition {
 			note = " (beyond the model's context)"
 		}
-		t.Add("KV cache at "+ui.Tokens(n), ui.Bytes(v.CacheBytes[fmt.Sprint(n)])+note)
+		t.Add("KV cache at "+ui.Tokens(size.Tokens), ui.Bytes(size.Bytes)+note)
 	}
-	t.Add("supported", "yes")
+	t.Add("sha256 of config", print.Config)
+	t.Add("sha256 of weights", print.Weights)
+	t.Add("sha256 of tokenizer", print.Tokenizer)
 	return t.Render(a.ui.Out())
 }
 
-// bytesPerToken is the size of one token's keys and values in bf16 in all layers that keep it.
-func bytesPerToken(c engine.Config) int64 { return int64(c.Layers) * int64(c.KVWidth()) * 2 * 2 }
-
-// cacheBytes is the size of the full cache of n tokens in bf16; a layer with a sliding window keeps no more than that.
-func cacheBytes(c engine.Config, n int) int64 {
-	var tokens int64
-	for l := range c.Layers {
-		kept := n
-		if w := c.Window(l); w > 0 {
-			kept = min(n, w)
-		}
-		tokens += int64(kept)
+func yesNo(b bool) string {
+	if b {
+		return "yes"
 	}
-	return tokens * int64(c.KVWidth()) * 2 * 2
+	return "no"
 }
 
-func describeRoPE(r engine.RoPE) string {
-	text := fmt.Sprintf("theta %.10g", r.Theta)
-	if s := r.Scaling; s != nil {
+// types lists number formats, the one with the most bytes first.
+func types(bytes map[string]int64) string {
+	var names []string
+	for name := range bytes {
+		names = append(names, name)
+	}
+	slices.SortFunc(names, func(a, b string) int {
+		if bytes[a] != bytes[b] {
+			return int(max(min(bytes[b]-bytes[a], 1), -1))
+		}
+		return strings.Compare(a, b)
+	})
+	return strings.Join(names, ", ")
+}
+
+func describeRoPE(theta float64, s *engine.RoPEScaling) string {
+	text := fmt.Sprintf("theta %.10g", theta)
+	if s != nil {
 		text += ", " + s.Kind
 		if s.Factor > 0 {
 			text += fmt.Sprintf(" x%g", s.Factor)
@@ -116,11 +99,15 @@ func describeRoPE(r engine.RoPE) string {
 	return text
 }
 
-func describeWindows(c engine.Config) string {
+// describeWindows says which layers attend to everything and which to a sliding window.
+func describeWindows(layers int, windows []int) string {
 	counts := map[int]int{}
 	var order []int
-	for l := range c.Layers {
-		w := c.Window(l)
+	for l := range layers {
+		w := 0
+		if l < len(windows) {
+			w = windows[l]
+		}
 		if counts[w] == 0 {
 			order = append(order, w)
 		}
@@ -130,7 +117,7 @@ func describeWindows(c engine.Config) string {
 	for _, w := range order {
 		text := "full"
 		if w > 0 {
-			text = fmt.Sprintf("sliding window of %d", w)
+			text = fmt.Sprintf("sliding window of %d tokens", w)
 		}
 		if len(order) > 1 {
 			text += fmt.Sprintf(" in %d layers", counts[w])

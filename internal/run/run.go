@@ -37,6 +37,7 @@ type Manifest struct {
 	// Settings are the values that all stages share, by flag name.
 	Settings map[string]any `json:"settings,omitempty"`
 	Model    Model          `json:"model"`
+	Seed     uint64         `json:"seed"`
 	Device   string         `json:"device"`
 	// Tier and Precision name the kernels: bytes are promised within one of them, so a resumed run keeps both.
 	Tier      string    `json:"tier"`

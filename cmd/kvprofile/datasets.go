@@ -1,0 +1,341 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/kvprofile/kvprofile/datasets"
+	"github.com/kvprofile/kvprofile/distill"
+	"github.com/kvprofile/kvprofile/internal/model"
+	"github.com/kvprofile/kvprofile/internal/ui"
+)
+
+// Names of tasks on the command line.
+const (
+	taskPasskeys = "passkeys"
+	taskNeedles  = "needles"
+)
+
+func (a *app) datasetsCommand() *cobra.Command {
+	c := &cobra.Command{
+		Use:   "datasets",
+		Short: "Build and show needle datasets",
+		Long: `A dataset is a file of samples: token ids with labelled spans (haystack, needles,
+questions, answers), made with the model's own tokenizer and chat template.`,
+		Example: `  kvprofile datasets build model.gguf --task needles --lengths 1024,2048
+  kvprofile datasets show needles.parquet --model model.gguf --sample 3`,
+		Args: func(cmd *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				return usagef("unknown command %q of datasets", args[0])
+			}
+			return usagef("datasets needs build or show")
+		},
+		RunE: func(*cobra.Command, []string) error { return nil },
+	}
+	c.AddCommand(a.datasetsBuildCommand(), a.datasetsShowCommand())
+	return c
+}
+
+// haystackFlags choose the filler and the format of samples.
+type haystackFlags struct {
+	files []string
+	plain bool
+}
+
+func (h *haystackFlags) add(f *pflag.FlagSet) {
+	f.StringSliceVar(&h.files, "haystack", nil, "text files to hide the needles in (default: generated prose)")
+	f.BoolVar(&h.plain, "plain", false, "plain text even if the model has a chat template")
+}
+
+// haystack reads the files; name is what stage settings and metadata call it.
+func (h *haystackFlags) haystack() (datasets.Haystack, error) {
+	if len(h.files) == 0 {
+		return datasets.Prose(), nil
+	}
+	return datasets.Files(h.files)
+}
+
+// needleFlags describe a grid of single needles.
+type needleFlags struct {
+	lengths []int
+	depths  []float64
+	repeats int
+}
+
+func (n *needleFlags) options(seed uint64, purpose datasets.Purpose, h datasets.Haystack) datasets.GridOptions {
+	return datasets.GridOptions{Lengths: n.lengths, Depths: n.depths, Repeats: n.repeats, Seed: seed, Purpose: purpose, Haystack: h, ToolVersion: tool().Version}
+}
+
+// defaultNeedles is the grid that attention is recorded on.
+func defaultNeedles() needleFlags {
+	return needleFlags{lengths: []int{1024, 2048}, depths: []float64{0.1, 0.5, 0.9}, repeats: 1}
+}
+
+// saveDataset writes a dataset, and the folder for it.
+func saveDataset(path string, d *datasets.Dataset) error {
+	if err := os.MkdirAll(filepath.Dir(path), 0o777); err != nil {
+		return err
+	}
+	return datasets.Save(path, d)
+}
+
+func (a *app) datasetsBuildCommand() *cobra.Command {
+	var task, recipe, purpose, lengths string
+	var depths []string
+	var count, passkeys, words, repeats int
+	var hay haystackFlags
+	c := &cobra.Command{
+		Use:   "build MODEL",
+		Short: "Build a dataset for a model",
+		Long: `build makes a dataset with the model's tokenizer and chat template. The same model,
+flags and seed give the same bytes on every machine.
+
+  passkeys  several passkeys in a haystack, asked for at its end: what gates are trained on
+  needles   one needle for each length and depth: what attention is recorded on`,
+		Example: `  kvprofile datasets build model.gguf --task needles --lengths 1024,2048 --depths 0.1,0.5,0.9
+  kvprofile datasets build model.gguf --task passkeys --recipe cpu -o train.parquet
+  kvprofile datasets build model.gguf --task passkeys --haystack book.txt --lengths 1024:4096:7`,
+		Args: exactly(1, "a model"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			p := datasets.Purpose(purpose)
+			if !slices.Contains([]datasets.Purpose{datasets.Calibration, datasets.Search, datasets.Certification}, p) {
+				return usagef("unknown purpose %q, expected calibration, search or certification", purpose)
+			}
+			lens, err := parseLengths(lengths)
+			if err != nil {
+				return err
+			}
+			m, err := a.openWithTokenizer(args[0])
+			if err != nil {
+				return err
+			}
+			defer m.Close()
+			haystack, err := hay.haystack()
+			if err != nil {
+				return err
+			}
+			path, err := a.target(fmt.Sprintf("out/%s.%s.parquet", slug(m.Name), task))
+			if err != nil {
+				return err
+			}
+			var build func() (*datasets.Dataset, error)
+			switch task {
+			case taskPasskeys:
+				r, err := distill.RecipeNamed(recipe)
+				if err != nil {
+					return usagef("%v", err)
+				}
+				o := r.Data
+				o.Seed, o.Purpose, o.Haystack, o.ToolVersion = a.shared.seed, p, haystack, tool().Version
+				if lens != nil {
+					o.Lengths = lens
+				}
+				for _, set := range []struct {
+					flag string
+					to   *int
+					from int
+				}{{"count", &o.Count, count}, {"passkeys", &o.Passkeys, passkeys}, {"words", &o.Words, words}} {
+					if cmd.Flags().Changed(set.flag) {
+						*set.to = set.from
+					}
+				}
+				build = func() (*datasets.Dataset, error) { return datasets.Passkeys(m.Tokenizer, chatOf(m, hay.plain), o) }
+			case taskNeedles:
+				n := needleFlags{lengths: lens, repeats: repeats}
+				if lens == nil {
+					n.lengths = defaultNeedles().lengths
+				}
+				if n.depths, err = parseDepths(depths); err != nil {
+					return err
+				}
+				o := n.options(a.shared.seed, p, haystack)
+				build = func() (*datasets.Dataset, error) { return datasets.NeedleGrid(m.Tokenizer, chatOf(m, hay.plain), o) }
+			default:
+				return usagef("unknown task %q, expected %s or %s", task, taskPasskeys, taskNeedles)
+			}
+			if a.shared.dryRun {
+				return a.ui.Printf("would write %s\n", path)
+			}
+			t := a.ui.Begin("datasets", 0)
+			d, err := build()
+			t.End(err)
+			if err != nil {
+				return datasetAdvice(err)
+			}
+			if err := saveDataset(path, d); err != nil {
+				return err
+			}
+			return a.showDataset(path, d)
+		},
+	}
+	f := c.Flags()
+	f.SortFlags = false
+	f.StringVar(&task, "task", taskNeedles, "passkeys or needles")
+	f.StringVar(&lengths, "lengths", "", "lengths in tokens: a list, or first:last:count")
+	f.StringVar(&purpose, "purpose", string(datasets.Calibration), "calibration, search or certification: they share no words")
+	f.StringSliceVar(&depths, "depths", []string{"0.1", "0.5", "0.9"}, "needles: where they stand, from 0 (first) to 1 (last)")
+	f.IntVar(&repeats, "repeats", 1, "needles: samples for each length and depth")
+	f.StringVar(&recipe, "recipe", "cpu", "passkeys: "+strings.Join(distill.Recipes(), ", "))
+	f.IntVar(&count, "count", 0, "passkeys: samples (default of the recipe)")
+	f.IntVar(&passkeys, "passkeys", 0, "passkeys: in each sample (default of the recipe)")
+	f.IntVar(&words, "words", 0, "passkeys: words of each (default of the recipe)")
+	hay.add(f)
+	return c
+}
+
+// datasetAdvice adds a hint to what may go wrong when a dataset is built.
+func datasetAdvice(err error) error {
+	var length *datasets.LengthError
+	var option *datasets.OptionError
+	switch {
+	case errors.As(err, &length):
+		return ui.Hint(err, "ask for lengths of at least %d tokens, or for fewer passkeys of fewer words", length.Minimum)
+	case errors.As(err, &option):
+		return err
+	}
+	return ui.Hint(err, "if it is the model's chat template, --plain does without it")
+}
+
+// showDataset says what a dataset holds.
+func (a *app) showDataset(path string, d *datasets.Dataset) error {
+	shortest, longest, total := 0, 0, 0
+	for i, s := range d.Samples {
+		if i == 0 || len(s.Tokens) < shortest {
+			shortest = len(s.Tokens)
+		}
+		longest = max(longest, len(s.Tokens))
+		total += len(s.Tokens)
+	}
+	if a.ui.JSON() {
+		return a.ui.PrintJSON(struct {
+			Path       string          `json:"path"`
+			Task       string          `json:"task"`
+			Purpose    string          `json:"purpose"`
+			Samples    int             `json:"samples"`
+			Shortest   int             `json:"shortest_tokens"`
+			Longest    int             `json:"longest_tokens"`
+			Tokens     int             `json:"tokens"`
+			Seed       uint64          `json:"seed"`
+			Haystack   string          `json:"haystack"`
+			Tokenizer  string          `json:"tokenizer_sha256"`
+			Content    string          `json:"content_sha256"`
+			Parameters json.RawMessage `json:"parameters"`
+		}{path, d.Meta.Task, string(d.Meta.Purpose), len(d.Samples), shortest, longest, total, d.Meta.Seed, d.Meta.Haystack,
+			d.Meta.Tokenizer, d.Meta.ContentHash, d.Meta.Parameters})
+	}
+	t := ui.Table{Left: []int{1}}
+	t.Add("file", path)
+	t.Add("task", fmt.Sprintf("%s, for %s", d.Meta.Task, d.Meta.Purpose))
+	t.Add("samples", fmt.Sprintf("%d of %d to %d tokens, %d in all", len(d.Samples), shortest, longest, total))
+	t.Add("haystack", d.Meta.Haystack)
+	t.Add("seed", d.Meta.Seed)
+	t.Add("content sha256", d.Meta.ContentHash)
+	return t.Render(a.ui.Out())
+}
+
+func (a *app) datasetsShowCommand() *cobra.Command {
+	var modelName string
+	var sample, edge int
+	var tokens, color bool
+	c := &cobra.Command{
+		Use:   "show DATASET",
+		Short: "Show a dataset, or one sample with its spans marked",
+		Example: `  kvprofile datasets show needles.parquet
+  kvprofile datasets show needles.parquet --model model.gguf --sample 3 --edge -1`,
+		Args: exactly(1, "a dataset"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			d, err := datasets.Load(args[0])
+			if err != nil {
+				return err
+			}
+			if modelName == "" {
+				if cmd.Flags().Changed("sample") {
+					return usagef("--sample needs --model, whose tokenizer turns the tokens into text")
+				}
+				return a.showDataset(args[0], d)
+			}
+			m, err := a.openWithTokenizer(modelName)
+			if err != nil {
+				return err
+			}
+			defer m.Close()
+			if err := fits(d, args[0], m); err != nil {
+				return err
+			}
+			if sample < 0 || sample >= len(d.Samples) {
+				return usagef("--sample %d: %s has samples 0 to %d", sample, args[0], len(d.Samples)-1)
+			}
+			if a.ui.JSON() {
+				return a.ui.PrintJSON(d.Samples[sample])
+			}
+			return datasets.Show(a.ui.Out(), m.Tokenizer, &d.Samples[sample], datasets.ShowOptions{Color: color, Edge: edge, Tokens: tokens})
+		},
+	}
+	f := c.Flags()
+	f.SortFlags = false
+	f.StringVar(&modelName, "model", "", "the model whose tokenizer made the dataset")
+	f.IntVar(&sample, "sample", 0, "which sample")
+	f.IntVar(&edge, "edge", 0, "tokens shown at both ends of a haystack; 0 means 24, -1 all")
+	f.BoolVar(&tokens, "tokens", false, "mark the borders of tokens")
+	f.BoolVar(&color, "color", false, "mark the spans with colours, too")
+	return c
+}
+
+// fits reports a dataset that was made with another tokenizer, or is damaged.
+func fits(d *datasets.Dataset, path string, m *model.Model) error {
+	if d.Meta.Tokenizer != m.Tokenizer.Fingerprint() {
+		return &otherModelError{fmt.Errorf("%s was made with another tokenizer than that of %s", path, m.Name)}
+	}
+	if err := d.Validate(m.Config.Vocab); err != nil {
+		return fmt.Errorf("%s: %w", path, err)
+	}
+	return nil
+}
+
+// parseLengths reads "1024,2048" or "1024:4096:7"; "" gives nil.
+func parseLengths(text string) ([]int, error) {
+	if text == "" {
+		return nil, nil
+	}
+	wrong := usagef("--lengths %q: expected a list such as 1024,2048, or first:last:count", text)
+	numbers := func(parts []string) ([]int, error) {
+		var out []int
+		for _, p := range parts {
+			n, err := strconv.Atoi(strings.TrimSpace(p))
+			if err != nil || n <= 0 || n > 1<<30 {
+				return nil, wrong
+			}
+			out = append(out, n)
+		}
+		return out, nil
+	}
+	if parts := strings.Split(text, ":"); len(parts) > 1 {
+		n, err := numbers(parts)
+		if err != nil || len(n) != 3 || n[2] > 1<<16 {
+			return nil, wrong
+		}
+		return datasets.Linspace(n[0], n[1], n[2]), nil
+	}
+	return numbers(strings.Split(text, ","))
+}
+
+func parseDepths(parts []string) ([]float64, error) {
+	var out []float64
+	for _, p := range parts {
+		d, err := strconv.ParseFloat(strings.TrimSpace(p), 64)
+		if err != nil || !(d >= 0 && d <= 1) {
+			return nil, usagef("--depths: %q is no number from 0 to 1", p)
+		}
+		out = append(out, d)
+	}
+	return out, nil
+}

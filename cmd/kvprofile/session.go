@@ -1,0 +1,137 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"path/filepath"
+
+	"github.com/kvprofile/kvprofile/internal/engine"
+	"github.com/kvprofile/kvprofile/internal/model"
+	"github.com/kvprofile/kvprofile/internal/run"
+	"github.com/kvprofile/kvprofile/internal/ui"
+)
+
+// session is work on one model in one locked run folder.
+type session struct {
+	app     *app
+	model   *model.Model
+	print   model.Fingerprint
+	folder  *run.Folder
+	backend engine.Backend
+	loaded  *engine.Model // nil until a stage needs the weights
+}
+
+// session locks the run folder of a model and chooses the backend: that which the folder was begun with.
+func (a *app) session(dir string, m *model.Model) (*session, error) {
+	tier := ""
+	if !a.shared.force {
+		switch old, err := run.Read(dir); {
+		case err == nil:
+			tier = old.Tier
+		case !errors.Is(err, fs.ErrNotExist):
+			return nil, ui.Hint(err, "choose another folder with --out, or begin anew with --force")
+		}
+	}
+	backend, err := a.newBackend(tier)
+	if err != nil {
+		return nil, ui.Hint(fmt.Errorf("%s: begun on another processor: %w", dir, err), "choose another folder with --out, or begin anew with --force")
+	}
+	s := &session{app: a, model: m, print: m.Fingerprint(), backend: backend}
+	device, tier, precision := tierOf(backend)
+	s.folder, err = run.Open(dir, run.Manifest{
+		Tool: tool(), Arguments: a.args, Seed: a.shared.seed, Threads: a.shared.threads, Device: device, Tier: tier, Precision: precision,
+		Model: run.Model{Name: m.Name, Path: m.Path, SHA256: digests(s.print)},
+	}, run.Options{Force: a.shared.force})
+	if err != nil {
+		backend.Close()
+		return nil, err
+	}
+	if s.folder.Resumed {
+		a.ui.Detail("%s: taking up an earlier run", dir)
+	}
+	return s, nil
+}
+
+// digests lists a fingerprint by name, as plans, records and run.json do.
+func digests(p model.Fingerprint) map[string]string {
+	return map[string]string{"config": p.Config, "weights": p.Weights, "tokenizer": p.Tokenizer}
+}
+
+// engine gives the weights to the backend, once.
+func (s *session) engine() (*engine.Model, error) {
+	if s.loaded != nil {
+		return s.loaded, nil
+	}
+	e, err := engine.New(s.model.Config, s.model, s.backend)
+	if err != nil {
+		return nil, &modelError{fmt.Errorf("model %s: %w", s.model.Path, err)}
+	}
+	s.loaded = e
+	return e, nil
+}
+
+// Close gives back the weights' memory and the lock.
+func (s *session) Close() {
+	if s.loaded != nil {
+		s.loaded.Close()
+	}
+	s.backend.Close()
+	s.folder.Close()
+}
+
+// do runs a stage, and says why it is skipped or goes on.
+func (s *session) do(ctx context.Context, stage run.Stage, work func(context.Context) error) error {
+	state, err := s.folder.Do(ctx, stage, func(ctx context.Context, state run.State) error {
+		if state == run.Partial {
+			s.app.ui.Note("%s: goes on from an earlier run", stage.Name)
+		}
+		return work(ctx)
+	})
+	if err == nil && state == run.Current {
+		s.app.ui.Note("%s: up to date", stage.Name)
+	}
+	return err
+}
+
+// Names of what the stages leave in a run folder.
+const (
+	trainFile   = "datasets/train.parquet"
+	needlesFile = "datasets/needles.parquet"
+	recordDir   = "record"
+	gatesDir    = "gates"
+	fastgenFile = "fastgen.json"
+	pyramidFile = "pyramid.json"
+	planFile    = "plan.json"
+)
+
+// folderOf is the run folder of a model.
+func (a *app) folderOf(m *model.Model) string {
+	if a.shared.out != "" {
+		return a.shared.out
+	}
+	return filepath.Join("out", slug(m.Name))
+}
+
+// input is a file or folder that a stage reads.
+type input struct{ name, path string }
+
+// inputs digests what a stage reads; what an earlier stage of this folder made has its digest already.
+func (s *session) inputs(in []input) (map[string]string, error) {
+	out := map[string]string{}
+	for _, i := range in {
+		if rel, err := filepath.Rel(s.folder.Dir, i.path); err == nil {
+			if d := s.folder.Digest(filepath.ToSlash(rel)); d != "" {
+				out[i.name] = d
+				continue
+			}
+		}
+		d, _, err := run.DigestPath(i.path)
+		if err != nil {
+			return nil, err
+		}
+		out[i.name] = d
+	}
+	return out, nil
+}
