@@ -40,6 +40,10 @@ type kernels struct {
 	rope func(lo, hi, cos, sin []float32, sign float32)
 	// softmaxBack: e *= z, dp = c*e*(dp-mean): from numerators to probabilities, and the gradient of the scores.
 	softmaxBack func(e, dp []float32, z, mean, c float32)
+	// above: sum and number of the values > threshold; len(x) is a multiple of the lanes.
+	above func(x []float32, threshold float32) (mass float32, count int)
+	// moments: with x = z*p and d = x-mean: mean += c*d, m2 += d*(x-mean), the deviation from the new mean.
+	moments func(p []float32, z float32, c float64, mean, m2 []float64)
 }
 
 // goKernels is the tier of plain Go.
@@ -54,7 +58,7 @@ func goKernels() *kernels {
 	k.dotRows, k.expRow, k.rowMax, k.columns = dotRowsGo, expRowGo, rowMaxGo, columnsGo
 	k.add, k.scale, k.dot, k.dot3, k.norm, k.back, k.spoil = addGo, scaleGo, dotGo, dot3Go, normGo, backGo, spoilGo
 	k.merge, k.mergeBack, k.swiglu, k.swigluBack = mergeGo, mergeBackGo, swigluGo, swigluBackGo
-	k.rope, k.softmaxBack = ropeGo, softmaxBackGo
+	k.rope, k.softmaxBack, k.above, k.moments = ropeGo, softmaxBackGo, aboveGo, momentsGo
 	return k
 }
 
@@ -249,5 +253,24 @@ func softmaxBackGo(e, dp []float32, z, mean, c float32) {
 		p := v * z
 		e[i] = p
 		dp[i] = c * p * (dp[i] - mean)
+	}
+}
+
+func aboveGo(x []float32, threshold float32) (mass float32, count int) {
+	for _, v := range x {
+		if v > threshold {
+			mass += v
+			count++
+		}
+	}
+	return mass, count
+}
+
+func momentsGo(p []float32, z float32, c float64, mean, m2 []float64) {
+	for j, v := range p {
+		x := float64(v * z)
+		d := x - mean[j]
+		mean[j] += d * c
+		m2[j] += d * (x - mean[j])
 	}
 }

@@ -68,6 +68,8 @@ type vectorKernels struct {
 	swigluBack  func(n int, dgate, dup, dy, gate, up *float32)
 	rope        func(n int, lo, hi, cos, sin *float32, sign float32)
 	softmaxBack func(n int, e, dp *float32, z, mean, c float32)
+	above       func(n int, x *float32, threshold float32) (mass float32, count int)
+	moments     func(n int, p *float32, z float32, c float64, mean, m2 *float64)
 }
 
 // kernels wraps the assembly: slices for pointers, and the Go twins for what is left over of a vector.
@@ -175,6 +177,14 @@ func (v *vectorKernels) kernels() *kernels {
 		}
 		softmaxBackGo(e[n:], dp[n:], z, mean, c)
 	}
+	k.above = func(x []float32, threshold float32) (float32, int) { return v.above(len(x), &x[0], threshold) }
+	k.moments = func(p []float32, z float32, c float64, mean, m2 []float64) {
+		n := whole(len(p))
+		if n > 0 {
+			v.moments(n, &p[0], z, c, &mean[0], &m2[0])
+		}
+		momentsGo(p[n:], z, c, mean[n:], m2[n:])
+	}
 	return k
 }
 
@@ -185,7 +195,7 @@ func avx512Kernels() *kernels {
 		dotRows: dotRowsAVX512, expRow: expRowAVX512, rowMax: rowMaxAVX512, columns: columnsAVX512,
 		add: addAVX512, scale: scaleAVX512, dot: dotAVX512, dot3: dot3AVX512, norm: normAVX512, normBack: normBackAVX512, spoil: spoilAVX512,
 		merge: mergeAVX512, mergeBack: mergeBackAVX512, swiglu: swigluAVX512, swigluBack: swigluBackAVX512, rope: ropeAVX512,
-		softmaxBack: softmaxBackAVX512}
+		softmaxBack: softmaxBackAVX512, above: aboveAVX512, moments: momentsAVX512}
 	return v.kernels()
 }
 
@@ -196,6 +206,6 @@ func avx2Kernels() *kernels {
 		dotRows: dotRowsAVX2, expRow: expRowAVX2, rowMax: rowMaxAVX2, columns: columnsAVX2,
 		add: addAVX2, scale: scaleAVX2, dot: dotAVX2, dot3: dot3AVX2, norm: normAVX2, normBack: normBackAVX2, spoil: spoilAVX2,
 		merge: mergeAVX2, mergeBack: mergeBackAVX2, swiglu: swigluAVX2, swigluBack: swigluBackAVX2, rope: ropeAVX2,
-		softmaxBack: softmaxBackAVX2}
+		softmaxBack: softmaxBackAVX2, above: aboveAVX2, moments: momentsAVX2}
 	return v.kernels()
 }

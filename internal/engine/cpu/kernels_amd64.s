@@ -2780,6 +2780,101 @@ done:
 	VZEROUPPER
 	RET
 
+// func aboveAVX512(n int, x *float32, threshold float32) (mass float32, count int)
+// Requires: AVX, AVX2, AVX512F, SSE
+TEXT ·aboveAVX512(SB), NOSPLIT, $0-40
+	MOVQ         n+0(FP), AX
+	MOVQ         x+8(FP), CX
+	VBROADCASTSS threshold+16(FP), Z0
+	VPXORQ       Z1, Z1, Z1
+	VPXORQ       Z2, Z2, Z2
+	VPXORQ       Z3, Z3, Z3
+	VPXORQ       Z4, Z4, Z4
+	MOVL         $0x00000001, DX
+	VMOVD        DX, X5
+	VBROADCASTSS X5, Z5
+
+pair:
+	CMPQ    AX, $0x00000020
+	JLT     pair_end
+	VMOVUPS (CX), Z6
+	VCMPPS  $0x0e, Z0, Z6, K1
+	VADDPS  Z6, Z1, K1, Z1
+	VPADDD  Z5, Z3, K1, Z3
+	VMOVUPS 64(CX), Z6
+	VCMPPS  $0x0e, Z0, Z6, K1
+	VADDPS  Z6, Z2, K1, Z2
+	VPADDD  Z5, Z4, K1, Z4
+	ADDQ    $0x00000080, CX
+	SUBQ    $0x00000020, AX
+	JMP     pair
+
+pair_end:
+one:
+	CMPQ    AX, $0x00000010
+	JLT     one_end
+	VMOVUPS (CX), Z6
+	VCMPPS  $0x0e, Z0, Z6, K1
+	VADDPS  Z6, Z1, K1, Z1
+	VPADDD  Z5, Z3, K1, Z3
+	ADDQ    $0x00000040, CX
+	SUBQ    $0x00000010, AX
+	JMP     one
+
+one_end:
+	VADDPS        Z2, Z1, Z1
+	VPADDD        Z4, Z3, Z3
+	VEXTRACTF64X4 $0x01, Z1, Y0
+	VADDPS        Y1, Y0, Y0
+	VEXTRACTF128  $0x01, Y0, X1
+	VADDPS        X0, X1, X1
+	VHADDPS       X1, X1, X1
+	VHADDPS       X1, X1, X1
+	MOVSS         X1, mass+24(FP)
+	VEXTRACTI64X4 $0x01, Z3, Y0
+	VPADDD        Y3, Y0, Y0
+	VEXTRACTI128  $0x01, Y0, X1
+	VPADDD        X0, X1, X1
+	VPHADDD       X1, X1, X1
+	VPHADDD       X1, X1, X1
+	VMOVD         X1, AX
+	MOVQ          AX, count+32(FP)
+	VZEROUPPER
+	RET
+
+// func momentsAVX512(n int, p *float32, z float32, c float64, mean *float64, m2 *float64)
+// Requires: AVX, AVX512F
+TEXT ·momentsAVX512(SB), NOSPLIT, $0-48
+	MOVQ         n+0(FP), AX
+	MOVQ         p+8(FP), CX
+	MOVQ         mean+32(FP), DX
+	MOVQ         m2+40(FP), BX
+	VBROADCASTSS z+16(FP), Y0
+	VBROADCASTSD c+24(FP), Z1
+
+loop:
+	CMPQ        AX, $0x00000008
+	JLT         loop_end
+	VMULPS      (CX), Y0, Y2
+	VCVTPS2PD   Y2, Z2
+	VMOVUPD     (DX), Z3
+	VSUBPD      Z3, Z2, Z4
+	VFMADD231PD Z4, Z1, Z3
+	VMOVUPD     Z3, (DX)
+	VSUBPD      Z3, Z2, Z2
+	VMULPD      Z2, Z4, Z4
+	VADDPD      (BX), Z4, Z4
+	VMOVUPD     Z4, (BX)
+	ADDQ        $0x00000020, CX
+	ADDQ        $0x00000040, DX
+	ADDQ        $0x00000040, BX
+	SUBQ        $0x00000008, AX
+	JMP         loop
+
+loop_end:
+	VZEROUPPER
+	RET
+
 // func gemm6AVX2(k int, a *float32, lda int, b *float32, ldb int, c *float32, ldc int, acc int)
 // Requires: AVX, FMA3, MMX+
 TEXT ·gemm6AVX2(SB), NOSPLIT, $0-64
@@ -4682,6 +4777,97 @@ done:
 	VHADDPS      X1, X1, X1
 	VHADDPS      X1, X1, X1
 	MOVSS        X1, ret+16(FP)
+	VZEROUPPER
+	RET
+
+// func aboveAVX2(n int, x *float32, threshold float32) (mass float32, count int)
+// Requires: AVX, AVX2, SSE
+TEXT ·aboveAVX2(SB), NOSPLIT, $0-40
+	MOVQ         n+0(FP), AX
+	MOVQ         x+8(FP), CX
+	VBROADCASTSS threshold+16(FP), Y0
+	VXORPS       Y1, Y1, Y1
+	VXORPS       Y2, Y2, Y2
+	VXORPS       Y3, Y3, Y3
+	VXORPS       Y4, Y4, Y4
+
+pair:
+	CMPQ    AX, $0x00000010
+	JLT     pair_end
+	VMOVUPS (CX), Y5
+	VCMPPS  $0x0e, Y0, Y5, Y6
+	VPSUBD  Y6, Y3, Y3
+	VANDPS  Y6, Y5, Y5
+	VADDPS  Y5, Y1, Y1
+	VMOVUPS 32(CX), Y5
+	VCMPPS  $0x0e, Y0, Y5, Y6
+	VPSUBD  Y6, Y4, Y4
+	VANDPS  Y6, Y5, Y5
+	VADDPS  Y5, Y2, Y2
+	ADDQ    $0x00000040, CX
+	SUBQ    $0x00000010, AX
+	JMP     pair
+
+pair_end:
+one:
+	CMPQ    AX, $0x00000008
+	JLT     one_end
+	VMOVUPS (CX), Y5
+	VCMPPS  $0x0e, Y0, Y5, Y6
+	VPSUBD  Y6, Y3, Y3
+	VANDPS  Y6, Y5, Y5
+	VADDPS  Y5, Y1, Y1
+	ADDQ    $0x00000020, CX
+	SUBQ    $0x00000008, AX
+	JMP     one
+
+one_end:
+	VADDPS       Y2, Y1, Y1
+	VPADDD       Y4, Y3, Y3
+	VEXTRACTF128 $0x01, Y1, X0
+	VADDPS       X1, X0, X0
+	VHADDPS      X0, X0, X0
+	VHADDPS      X0, X0, X0
+	MOVSS        X0, mass+24(FP)
+	VEXTRACTI128 $0x01, Y3, X0
+	VPADDD       X3, X0, X0
+	VPHADDD      X0, X0, X0
+	VPHADDD      X0, X0, X0
+	VMOVD        X0, AX
+	MOVQ         AX, count+32(FP)
+	VZEROUPPER
+	RET
+
+// func momentsAVX2(n int, p *float32, z float32, c float64, mean *float64, m2 *float64)
+// Requires: AVX, FMA3
+TEXT ·momentsAVX2(SB), NOSPLIT, $0-48
+	MOVQ         n+0(FP), AX
+	MOVQ         p+8(FP), CX
+	MOVQ         mean+32(FP), DX
+	MOVQ         m2+40(FP), BX
+	VBROADCASTSS z+16(FP), X0
+	VBROADCASTSD c+24(FP), Y1
+
+loop:
+	CMPQ        AX, $0x00000004
+	JLT         loop_end
+	VMULPS      (CX), X0, X2
+	VCVTPS2PD   X2, Y2
+	VMOVUPD     (DX), Y3
+	VSUBPD      Y3, Y2, Y4
+	VFMADD231PD Y4, Y1, Y3
+	VMOVUPD     Y3, (DX)
+	VSUBPD      Y3, Y2, Y2
+	VMULPD      Y2, Y4, Y4
+	VADDPD      (BX), Y4, Y4
+	VMOVUPD     Y4, (BX)
+	ADDQ        $0x00000010, CX
+	ADDQ        $0x00000020, DX
+	ADDQ        $0x00000020, BX
+	SUBQ        $0x00000004, AX
+	JMP         loop
+
+loop_end:
 	VZEROUPPER
 	RET
 

@@ -137,6 +137,16 @@ func softmaxBackAVX512(n int, e *float32, dp *float32, z float32, mean float32, 
 //go:noescape
 func spoilAVX512(n int, x *float32) float32
 
+// above returns the sum and the number of the values > threshold. n a multiple of the lanes.
+//
+//go:noescape
+func aboveAVX512(n int, x *float32, threshold float32) (mass float32, count int)
+
+// x = z*p; d = x-mean; mean += c*d; m2 += d*(x-mean). n a multiple of the lanes.
+//
+//go:noescape
+func momentsAVX512(n int, p *float32, z float32, c float64, mean *float64, m2 *float64)
+
 // C[6 x 16] (+)= A B with A[i,k] = a[i*lda+k], B[k,j] = b[k*ldb+j], C[i,j] = c[i*ldc+j]; acc 1 adds to C.
 //
 //go:noescape
@@ -261,6 +271,16 @@ func softmaxBackAVX2(n int, e *float32, dp *float32, z float32, mean float32, c 
 //
 //go:noescape
 func spoilAVX2(n int, x *float32) float32
+
+// above returns the sum and the number of the values > threshold. n a multiple of the lanes.
+//
+//go:noescape
+func aboveAVX2(n int, x *float32, threshold float32) (mass float32, count int)
+
+// x = z*p; d = x-mean; mean += c*d; m2 += d*(x-mean). n a multiple of the lanes.
+//
+//go:noescape
+func momentsAVX2(n int, p *float32, z float32, c float64, mean *float64, m2 *float64)
 
 // peakAVX512 runs n turns of 24 independent vector FMAs.
 func peakAVX512(n int)

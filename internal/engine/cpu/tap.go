@@ -27,7 +27,6 @@ type headTap struct {
 	pooled          []float64 // map rows [firstTile, ...) of mapTiles cells
 	firstTile       int
 	tiles, tile     int
-	picks           selector
 }
 
 // moments are the count, mean and sum of squared deviations of p[i,j] over rows i, per key j.
@@ -36,19 +35,15 @@ type moments struct {
 	mean, m2 []float64
 }
 
-// add takes in one row; keys beyond it count as 0.
-func (m *moments) add(p []float32, z float32) {
+// add takes in one row p*z, whose first key is first; other keys count as 0. Keys beyond the row have had no mass before.
+func (m *moments) add(k *kernels, p []float32, first int, z float32) {
 	m.n++
 	c := 1 / float64(m.n)
-	for j := range m.mean {
-		var x float64
-		if j < len(p) {
-			x = float64(p[j] * z)
-		}
-		d := x - m.mean[j]
-		m.mean[j] += d * c
-		m.m2[j] += d * (x - m.mean[j])
+	for j, mean := range m.mean[:first] {
+		m.mean[j] -= mean * c
+		m.m2[j] += mean * m.mean[j]
 	}
+	k.moments(p, z, c, m.mean[first:], m.m2[first:])
 }
 
 // merge takes in other rows, of as many keys or fewer (Chan, Golub, LeVeque 1979).
@@ -123,7 +118,9 @@ func (t *headTap) strip(b *Backend, ws *workspace, spec *engine.AttentionSpec, s
 		i := s.row + r
 		row := e[r*s.ld : r*s.ld+s.width]
 		if a, ok := t.answer[i]; ok {
-			tap.Heads[t.head].Top[a] = int32(first + topKey(row[:i+1-first], visibleFrom(spec, i)-first))
+			lo := visibleFrom(spec, i)
+			seen := row[lo-first : i+1-first]
+			tap.Heads[t.head].Top[a] = int32(lo + max(0, slices.Index(seen, b.k.rowMax(seen)))) // not found: NaN
 		}
 		if i >= tap.Prompt {
 			sum, _ := b.softmax(spec, engine.Mask{}, s, e, r, nil, nil)
@@ -141,10 +138,10 @@ func (t *headTap) strip(b *Backend, ws *workspace, spec *engine.AttentionSpec, s
 		t.entropy += math.Log(sum) - math.Ln2*st/sum
 		if tap.KeysEvery > 0 && i%tap.KeysEvery == tap.KeysEvery-1 {
 			t.sampled++
-			t.picks.count(row[:i+1-first], tap.Masses, t.keys)
+			b.holders(row, tap.Masses, t.keys)
 		}
 		if t.variance != nil && i >= tap.Prompt-tap.VarianceWindow {
-			t.variance.addFrom(row[:i+1-first], first, z[r])
+			t.variance.add(b.k, row[:i+1-first], first, z[r])
 		}
 		if t.exact != nil {
 			b.k.scale(t.exact[i*tap.Prompt+first:i*tap.Prompt+i+1], row[:i+1-first], z[r])
@@ -153,32 +150,10 @@ func (t *headTap) strip(b *Backend, ws *workspace, spec *engine.AttentionSpec, s
 	t.columns(b, ws, s, e, z)
 }
 
-// addFrom is add for a row whose first key is not 0.
-func (m *moments) addFrom(p []float32, first int, z float32) {
-	if first == 0 {
-		m.add(p, z)
-		return
-	}
-	whole := make([]float32, first+len(p))
-	copy(whole[first:], p)
-	m.add(whole, z)
-}
-
 // visibleFrom is the first key that query i sees.
 func visibleFrom(spec *engine.AttentionSpec, i int) int {
 	_, recent := visible(spec, engine.Mask{}, i)
 	return recent.lo
-}
-
-// topKey is the first index at or after lo of the largest score.
-func topKey(scores []float32, lo int) int {
-	best := lo
-	for j := lo + 1; j < len(scores); j++ {
-		if scores[j] > scores[best] {
-			best = j
-		}
-	}
-	return best
 }
 
 // columns adds the strip's column sums. z has room for the weights of a subset of rows behind those of all.
@@ -348,51 +323,30 @@ func gather(st *engine.HeadStats, tap *engine.Tap, parts []*headTap, keys int) {
 	}
 }
 
-// selector counts the largest values that hold a share of a row's sum: exactly, by a histogram over the leading bits of
-// the values and a sort of the one bucket in which the share is reached.
-type selector struct {
-	counts [2048]int32
-	mass   [2048]float64
-	bucket []float32
-}
-
-// shift leaves 8 exponent bits and 4 of the fraction of a float32; the numerators are at most 1, so that 2,033 buckets
-// are enough.
-const selectorShift = 19
-
-// count adds to counts[x] the smallest number of values of e that hold masses[x] of their sum.
-func (s *selector) count(e []float32, masses []float64, counts []float64) {
-	clear(s.counts[:])
-	clear(s.mass[:])
-	for _, v := range e {
-		k := min(math.Float32bits(v)>>selectorShift, 2047)
-		s.counts[k]++
-		s.mass[k] += float64(v)
-	}
-	var total float64
-	for k := len(s.mass) - 1; k >= 0; k-- {
-		total += s.mass[k]
-	}
+// holders adds to counts[x] the smallest number of values of e that hold the share masses[x] of their sum. The values are
+// in [0, 1], and e is whole vectors. Such floats are ordered as their bits are, so the smallest value that is needed is
+// found by bisection: above(lo) holds the share, above(hi) does not.
+func (b *Backend) holders(e []float32, masses []float64, counts []float64) {
+	total, _ := b.k.above(e, 0)
 	for x, share := range masses {
-		want, held, n := share*total, 0.0, 0
-		for k := len(s.mass) - 1; k >= 0 && held < want; k-- {
-			if held+s.mass[k] < want {
-				held += s.mass[k]
-				n += int(s.counts[k])
-				continue
+		want := float32(share * float64(total))
+		lo, hi := uint32(0), math.Float32bits(1)
+		_, atLo := b.k.above(e, 0)
+		held, n := float32(0), 0 // above hi
+		for hi-lo > 1 && atLo-n > 1 {
+			mid := lo + (hi-lo)/2
+			if mass, count := b.k.above(e, math.Float32frombits(mid)); mass >= want {
+				lo, atLo = mid, count
+			} else {
+				hi, held, n = mid, mass, count
 			}
-			s.bucket = s.bucket[:0]
-			for _, v := range e {
-				if min(math.Float32bits(v)>>selectorShift, 2047) == uint32(k) {
-					s.bucket = append(s.bucket, v)
-				}
-			}
-			slices.Sort(s.bucket)
-			for i := len(s.bucket) - 1; i >= 0 && held < want; i-- {
-				held += float64(s.bucket[i])
-				n++
-			}
-			break
+		}
+		// All that are left have the value of hi's bits, or there is one.
+		if hi-lo <= 1 {
+			v := math.Float32frombits(hi)
+			n += min(max(1, int(math.Ceil(float64((want-held)/v)))), atLo-n)
+		} else {
+			n = atLo
 		}
 		counts[x] += float64(n)
 	}

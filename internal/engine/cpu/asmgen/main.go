@@ -680,6 +680,102 @@ func vectors(s isa) {
 	}, store, "x")
 }
 
+// above: mass and number of the values over a threshold.
+func above(s isa) {
+	start(s, "above", "func(n int, x *float32, threshold float32) (mass float32, count int)", "above returns the sum and the number of the values > threshold. n a multiple of the lanes.")
+	n, x := load("n"), load("x")
+	limit := s.broadcast("threshold")
+	sum := s.zeros(4) // two sums, two counts
+	var one reg.VecVirtual
+	if s.lanes == 16 {
+		one = s.constant(1)
+	}
+	w := s.bytes()
+	body := func(u int) {
+		v := s.vec()
+		VMOVUPS(at(x, w*u), v)
+		if s.lanes == 16 {
+			k := K()
+			VCMPPS(Imm(14), limit, v, k)
+			VADDPS(v, sum[u], k, sum[u])
+			VPADDD(one, sum[2+u], k, sum[2+u])
+		} else {
+			m := s.vec()
+			VCMPPS(Imm(14), limit, v, m)
+			VPSUBD(m, sum[2+u], sum[2+u])
+			VANDPS(m, v, v)
+			VADDPS(v, sum[u], sum[u])
+		}
+	}
+	loop("pair", n, 2*s.lanes, func() {
+		body(0)
+		body(1)
+		ADDQ(U32(uint32(2*w)), x)
+	})
+	loop("one", n, s.lanes, func() {
+		body(0)
+		ADDQ(U32(uint32(w)), x)
+	})
+	VADDPS(sum[1], sum[0], sum[0])
+	VPADDD(sum[3], sum[2], sum[2])
+	Store(s.sum(sum[0]).AsX(), Return("mass"))
+	y := sum[2]
+	if s.lanes == 16 {
+		y = YMM()
+		VEXTRACTI64X4(Imm(1), sum[2], y)
+		VPADDD(sum[2].AsY(), y.AsY(), y.AsY())
+	}
+	c, total := XMM(), GP32()
+	VEXTRACTI128(Imm(1), y.AsY(), c)
+	VPADDD(y.AsX(), c, c)
+	VPHADDD(c, c, c)
+	VPHADDD(c, c, c)
+	VMOVD(c, total)
+	wide := GP64()
+	MOVL(total, wide.As32())
+	Store(wide, Return("count"))
+	end()
+}
+
+// moments: running mean and squared deviations in float64, half a vector at a time.
+func moments(s isa) {
+	start(s, "moments", "func(n int, p *float32, z float32, c float64, mean *float64, m2 *float64)",
+		"x = z*p; d = x-mean; mean += c*d; m2 += d*(x-mean). n a multiple of the lanes.")
+	n, p, mean, m2 := load("n"), load("p"), load("mean"), load("m2")
+	half := XMM
+	if s.lanes == 16 {
+		half = YMM
+	}
+	z, c := half(), s.vec()
+	narrow, err := Param("z").Resolve()
+	if err != nil {
+		panic(err)
+	}
+	VBROADCASTSS(narrow.Addr, z)
+	double, err := Param("c").Resolve()
+	if err != nil {
+		panic(err)
+	}
+	VBROADCASTSD(double.Addr, c)
+	loop("loop", n, s.lanes/2, func() {
+		f, x, m, d := half(), s.vec(), s.vec(), s.vec()
+		VMULPS(at(p, 0), z, f)
+		VCVTPS2PD(f, x)
+		VMOVUPD(at(mean, 0), m)
+		VSUBPD(m, x, d)
+		VFMADD231PD(d, c, m)
+		VMOVUPD(m, at(mean, 0))
+		VSUBPD(m, x, x)
+		VMULPD(x, d, d)
+		VADDPD(at(m2, 0), d, d)
+		VMOVUPD(d, at(m2, 0))
+		ADDQ(U32(uint32(s.bytes()/2)), p)
+		ADDQ(U32(uint32(s.bytes())), mean)
+		ADDQ(U32(uint32(s.bytes())), m2)
+	})
+	end()
+}
+
 // peak is a loop of independent fused multiply-adds, for calibrating benchmarks: 24 (AVX-512) or 10 (AVX2) a turn.
 func peak(s isa, chains int) {
 	TEXT("peak"+s.suffix, NOSPLIT, "func(n int)")
@@ -709,6 +805,8 @@ func main() {
 		rowMax(s)
 		columns(s)
 		vectors(s)
+		above(s)
+		moments(s)
 	}
 	peak(avx512, 24)
 	peak(avx2, 10)
