@@ -1,0 +1,149 @@
+package pyramid
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+
+	"github.com/kvprofile/kvprofile/internal/run"
+	"github.com/kvprofile/kvprofile/profile"
+)
+
+const (
+	formatName    = "kvprofile.pyramid"
+	formatVersion = 1
+)
+
+// Artefact is pyramid.json: what the layers need, and a division of one budget. Other budgets follow from it with
+// Divide, without the record.
+type Artefact struct {
+	Format      string         `json:"format"`
+	Version     int            `json:"version"`
+	Tool        string         `json:"tool"`
+	Record      string         `json:"record_sha256"` // digest of the attention record
+	Model       profile.Model  `json:"model"`
+	Options     MeasureOptions `json:"measure"`
+	Measurement Measurement    `json:"measurement"`
+	Request     Request        `json:"request"`
+	Result
+}
+
+// Build measures a record and divides a budget. Layers, weights and limits of the request are taken from the record. A
+// length of 0 is the longest prompt of the record; tool is the version of the program.
+func Build(ctx context.Context, rec Record, tool string, o MeasureOptions, q Request) (*Artefact, error) {
+	o, err := o.resolve()
+	if err != nil {
+		return nil, err
+	}
+	digest, err := rec.Digest()
+	if err != nil {
+		return nil, err
+	}
+	measured, err := Measure(ctx, rec, o)
+	if err != nil {
+		return nil, err
+	}
+	meta := rec.Meta()
+	if q.Length == 0 {
+		for _, s := range rec.Samples() {
+			q.Length = max(q.Length, s.Prompt)
+		}
+	}
+	a := &Artefact{Format: formatName, Version: formatVersion, Tool: tool, Record: digest, Model: meta.Model, Options: o, Measurement: *measured}
+	if a.Result, err = a.Divide(q); err != nil {
+		return nil, err
+	}
+	if a.Request, err = a.complete(q).resolve(); err != nil {
+		return nil, err
+	}
+	return a, nil
+}
+
+// complete fills in what the artefact knows of a request.
+func (a *Artefact) complete(q Request) Request {
+	q.Layers, q.Limits = a.Model.Layers, a.Model.SlidingWindow
+	q.Weights = a.Measurement.Weights(q.Mode)
+	return q
+}
+
+// Divide divides another budget by the same measurement.
+func (a *Artefact) Divide(q Request) (Result, error) { return Allocate(a.complete(q)) }
+
+// FormatError says that a file is no pyramid.json that this program reads.
+type FormatError struct {
+	Path, Reason string
+	Err          error // may be nil
+}
+
+func (e *FormatError) Error() string {
+	if e.Err != nil {
+		return fmt.Sprintf("%s: %s: %v", e.Path, e.Reason, e.Err)
+	}
+	return fmt.Sprintf("%s: %s", e.Path, e.Reason)
+}
+
+func (e *FormatError) Unwrap() error { return e.Err }
+
+// Save writes pyramid.json; path is as it was or whole.
+func (a *Artefact) Save(path string) error { return run.WriteJSON(path, a) }
+
+// Load reads a pyramid.json. Unknown members and versions are errors, and budgets that are not those of the request.
+func Load(path string) (*Artefact, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	a, err := decode(f)
+	if err != nil {
+		return nil, &FormatError{path, "cannot be read as layer budgets", err}
+	}
+	return a, nil
+}
+
+func decode(from io.Reader) (*Artefact, error) {
+	text, err := io.ReadAll(from)
+	if err != nil {
+		return nil, err
+	}
+	var head struct {
+		Format  string `json:"format"`
+		Version int    `json:"version"`
+	}
+	if err := json.Unmarshal(text, &head); err != nil {
+		return nil, err
+	}
+	if head.Format != formatName || head.Version != formatVersion {
+		return nil, fmt.Errorf("format %q version %d, this program reads %q version %d", head.Format, head.Version, formatName, formatVersion)
+	}
+	a := new(Artefact)
+	d := json.NewDecoder(bytes.NewReader(text))
+	d.DisallowUnknownFields()
+	if err := d.Decode(a); err != nil {
+		return nil, err
+	}
+	m, x := a.Model, &a.Measurement
+	if m.Layers < 1 || len(x.Keys) != m.Layers || len(x.Variation) != m.Layers || len(x.Entropy) != m.Layers {
+		return nil, fmt.Errorf("measurements of %d, %d and %d layers for a model of %d", len(x.Keys), len(x.Variation), len(x.Entropy), m.Layers)
+	}
+	// A resolved request says 0 where it means none.
+	q := a.Request
+	if q.Window == 0 {
+		q.Window = NoWindow
+	}
+	if q.Floor == 0 {
+		q.Floor = NoFloor
+	}
+	again, err := a.Divide(q)
+	if err != nil {
+		return nil, err
+	}
+	if !slices.Equal(again.Budgets, a.Budgets) || !slices.Equal(a.Request.Weights, x.Weights(q.Mode)) {
+		return nil, fmt.Errorf("the budgets are not those that the request and the measurement give")
+	}
+	return a, nil
+}
