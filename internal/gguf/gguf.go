@@ -1,14 +1,17 @@
 // Package gguf reads GGUF files (versions 2 and 3, little-endian): metadata, and tensors as views of the mapped file.
 //
-// The reader is written here because files come from strangers: every count and offset is checked against the size of
-// the file before anything is allocated.
+// The reader is written here because files come from strangers: github.com/gpustack/gguf-parser-go accepts a tensor that
+// lies beyond the end of its file, and brings 46 packages along. Here every count and offset is checked against the size
+// of the file before anything is allocated.
 package gguf
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 
 	"github.com/kvprofile/kvprofile/internal/dtype"
 )
@@ -26,6 +29,13 @@ type File struct {
 	Tensors  []Tensor       // in file order
 }
 
+// A sparse file may be of any size, so these bound what a header can make us allocate.
+const (
+	maxElements = 1 << 24 // of all metadata arrays together, up to 16 bytes each: many times the largest vocabulary and its merges
+	maxText     = 1 << 28 // bytes of all strings together
+	maxNames    = 1 << 20 // metadata pairs, and tensors
+)
+
 // Tensor is a named array. Shape is row-major with the outermost dimension first.
 type Tensor struct {
 	Name  string
@@ -38,9 +48,16 @@ type Tensor struct {
 var types = map[uint32]dtype.DType{0: dtype.F32, 1: dtype.F16, 2: dtype.Q4_0, 3: dtype.Q4_1, 6: dtype.Q5_0, 7: dtype.Q5_1,
 	8: dtype.Q8_0, 12: dtype.Q4_K, 13: dtype.Q5_K, 14: dtype.Q6_K, 30: dtype.BF16}
 
+// others names the formats of ggml.h that are not read, for messages.
+var others = map[uint32]string{9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S",
+	20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M",
+	34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4"}
+
 type reader struct {
-	data []byte
-	off  uint64
+	data     []byte
+	off      uint64
+	elements uint64 // of metadata arrays so far
+	text     uint64 // bytes of strings so far
 }
 
 func (r *reader) take(n uint64) ([]byte, error) {
@@ -74,6 +91,9 @@ func (r *reader) str() (string, error) {
 		return "", err
 	}
 	b, err := r.take(n)
+	if r.text += uint64(len(b)); r.text > maxText {
+		return "", fmt.Errorf("%w: strings of more than %d bytes", ErrUnsupported, maxText)
+	}
 	return string(b), err
 }
 
@@ -154,6 +174,9 @@ func (r *reader) array() (any, error) {
 	if n > (uint64(len(r.data))-r.off)/size {
 		return nil, fmt.Errorf("%w: array of %d at offset %d of %d bytes", ErrCorrupt, n, r.off, len(r.data))
 	}
+	if r.elements += n; r.elements > maxElements {
+		return nil, fmt.Errorf("%w: arrays of more than %d elements", ErrUnsupported, maxElements)
+	}
 	switch kind {
 	case 8:
 		return collect[string](r, kind, n)
@@ -190,7 +213,7 @@ func Parse(data []byte) (*File, error) {
 		return nil, err
 	}
 	// A pair takes at least 13 bytes, a tensor at least 32.
-	if pairs > uint64(len(data))/13 || tensors > uint64(len(data))/32 {
+	if pairs > min(uint64(len(data))/13, maxNames) || tensors > min(uint64(len(data))/32, maxNames) {
 		return nil, fmt.Errorf("%w: %d metadata pairs and %d tensors in %d bytes", ErrCorrupt, pairs, tensors, len(data))
 	}
 	for range pairs {
@@ -233,16 +256,25 @@ func Parse(data []byte) (*File, error) {
 	if align == 0 || align > 1<<20 || align&(align-1) != 0 {
 		return nil, fmt.Errorf("%w: alignment %d", ErrCorrupt, align)
 	}
-	base := (r.off + align - 1) / align * align
-	if base > uint64(len(data)) {
-		base = uint64(len(data))
-	}
+	base := min((r.off+align-1)/align*align, uint64(len(data)))
 	body := data[base:]
+	order := make([]int, len(places))
 	for i, p := range places {
-		if p.offset > uint64(len(body)) || p.size > uint64(len(body))-p.offset {
-			return nil, fmt.Errorf("%w: tensor %q ends at byte %d of %d: the file is truncated", ErrCorrupt, f.Tensors[i].Name, base+p.offset+p.size, len(data))
+		order[i] = i
+		switch t := &f.Tensors[i]; {
+		case p.offset > uint64(len(body)) || p.size > uint64(len(body))-p.offset:
+			return nil, fmt.Errorf("%w: tensor %q has %d bytes at offset %d of %d bytes of data: the file is truncated", ErrCorrupt, t.Name, p.size, p.offset, len(body))
+		case p.offset%align != 0:
+			return nil, fmt.Errorf("%w: tensor %q is at offset %d, which is not a multiple of %d", ErrCorrupt, t.Name, p.offset, align)
+		default:
+			t.Data = body[p.offset : p.offset+p.size : p.offset+p.size]
 		}
-		f.Tensors[i].Data = body[p.offset : p.offset+p.size : p.offset+p.size]
+	}
+	slices.SortFunc(order, func(a, b int) int { return cmp.Compare(places[a].offset, places[b].offset) })
+	for i, t := range order[min(1, len(order)):] {
+		if before := order[i]; places[before].offset+places[before].size > places[t].offset {
+			return nil, fmt.Errorf("%w: tensors %q and %q overlap", ErrCorrupt, f.Tensors[before].Name, f.Tensors[t].Name)
+		}
 	}
 	return f, nil
 }
@@ -265,7 +297,7 @@ func (r *reader) tensor() (t Tensor, offset, size uint64, err error) {
 		if e != nil {
 			return t, 0, 0, e
 		}
-		if d == 0 || d > math.MaxInt32 || values > math.MaxInt64/d {
+		if d == 0 || d > math.MaxInt32 || values > math.MaxInt64/4/d { // 4: bytes of the largest value
 			return t, 0, 0, fmt.Errorf("%w: tensor %q has a dimension of %d", ErrCorrupt, t.Name, d)
 		}
 		values *= d
@@ -280,7 +312,11 @@ func (r *reader) tensor() (t Tensor, offset, size uint64, err error) {
 	}
 	d, ok := types[kind]
 	if !ok {
-		return t, 0, 0, fmt.Errorf("%w: tensor %q has ggml type %d", ErrUnsupported, t.Name, kind)
+		name, ok := others[kind]
+		if !ok {
+			name = fmt.Sprintf("ggml type %d", kind)
+		}
+		return t, 0, 0, fmt.Errorf("%w: tensor %q is %s (F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K and Q6_K are read)", ErrUnsupported, t.Name, name)
 	}
 	t.DType = d
 	cols := t.Shape[dims-1]

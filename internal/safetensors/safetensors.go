@@ -32,6 +32,9 @@ var types = map[st.DType]dtype.DType{st.F32: dtype.F32, st.F16: dtype.F16, st.BF
 
 // Parse reads a whole file image. The tensors are sorted by name.
 func Parse(data []byte) ([]Tensor, error) {
+	if err := checkHeader(data); err != nil {
+		return nil, err
+	}
 	f, err := st.Deserialize(data)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrCorrupt, err)
