@@ -264,7 +264,7 @@ func gather(st *engine.HeadStats, tap *engine.Tap, parts []*headTap, keys int) {
 		}
 		return out
 	}
-	n := float64(tap.Prompt)
+	n := float64(max(1, tap.Prompt))
 	st.Total = sums(func(t *headTap) []float32 { return t.total })
 	for x := range tap.Far {
 		st.Far = append(st.Far, sums(func(t *headTap) []float32 { return t.far[x] }))
