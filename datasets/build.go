@@ -184,10 +184,7 @@ func (b *builder) frameTokens(q *quiz) (head, tail []piece) {
 		}
 		var toks []int32
 		if first {
-			toks = b.tok.Encode(s)
-			if bos, ok := b.tok.BOS(); ok && (len(toks) == 0 || toks[0] != bos) {
-				toks = append([]int32{bos}, toks...)
-			}
+			toks = b.tok.first(s)
 			first = false
 		} else {
 			toks = b.tok.after(s)
@@ -214,8 +211,9 @@ type hay struct {
 	units   []unit
 	total   int
 	pending Sentence
-	idle    int
 	err     error
+
+	full, blank int // sentences that gave tokens, or none
 }
 
 // next yields the sentence that was put back, or a new one.
@@ -227,14 +225,14 @@ func (h *hay) next() Sentence {
 	return h.stream.Next()
 }
 
-// encode encodes haystack text. Text that gives no tokens again and again, as
-// with a vocabulary that lacks the script, sets err.
+// encode encodes haystack text. When nine sentences in ten give no tokens, as with
+// a vocabulary that lacks the script, it sets err.
 func (h *hay) encode(text string) []int32 {
 	toks := h.tok.textAfter(text)
 	if len(toks) > 0 {
-		h.idle = 0
-	} else if h.idle++; h.idle > 1000 && h.err == nil {
-		h.err = badOption("haystack", "the tokenizer makes no tokens of %s", h.name)
+		h.full++
+	} else if h.blank++; h.blank > 1000 && h.blank > 9*h.full && h.err == nil {
+		h.err = badOption("haystack", "the tokenizer makes next to no tokens of %s", h.name)
 	}
 	return toks
 }

@@ -21,8 +21,7 @@ type wordTokenizer struct {
 const wordVocab = 1 << 24
 
 var (
-	wordPieces  = regexp.MustCompile(`<\|[a-z_]+\|>| ?[\p{L}']+|[0-9]| ?[^\s\p{L}0-9]+\n*|\n+| +`)
-	plainPieces = regexp.MustCompile(` ?[\p{L}']+|[0-9]| ?[^\s\p{L}0-9]+\n*|\n+| +`)
+	wordPieces = regexp.MustCompile(`<\|[a-z_]+\|>| ?[\p{L}']+|[0-9]| ?[^\s\p{L}0-9]+\n*|\n+| +`)
 )
 
 func newWords() *wordTokenizer { return &wordTokenizer{spelling: map[int32]string{}} }
@@ -46,11 +45,11 @@ func (w *wordTokenizer) encode(re *regexp.Regexp, s string) []int32 {
 	return ids
 }
 
-func (w *wordTokenizer) Encode(s string) []int32      { return w.encode(wordPieces, s) }
-func (w *wordTokenizer) EncodePlain(s string) []int32 { return w.encode(plainPieces, s) }
-func (w *wordTokenizer) Token(id int32) string        { return w.spelling[id] }
-func (w *wordTokenizer) EOS() (int32, bool)           { return 0, false }
-func (w *wordTokenizer) Fingerprint() string          { return "words" }
+func (w *wordTokenizer) Encode(s string) []int32 { return w.encode(wordPieces, s) }
+func (w *wordTokenizer) IsSpecial(id int32) bool { return strings.HasPrefix(w.spelling[id], "<|") }
+func (w *wordTokenizer) Token(id int32) string   { return w.spelling[id] }
+func (w *wordTokenizer) EOS() (int32, bool)      { return 0, false }
+func (w *wordTokenizer) Fingerprint() string     { return "words" }
 func (w *wordTokenizer) BOS() (int32, bool) {
 	if w.bos == "" {
 		return 0, false

@@ -111,13 +111,10 @@ func TestChatTextIsWhatTheTemplateWrites(t *testing.T) {
 	if want := rendered + s.Expected[1]; text != want {
 		t.Errorf("text is\n%q\nwant\n%q", text, want)
 	}
-	// With this tokenizer encoding by pieces is the same as encoding it all.
-	if again := tok.Encode(text); !slices.Equal(again, s.Tokens) {
-		n := 0
-		for n < len(again) && n < len(s.Tokens) && again[n] == s.Tokens[n] {
-			n++
-		}
-		t.Logf("encoding the text anew differs from token %d of %d on", n, len(s.Tokens))
+	// Encoding the text anew may merge across the borders of the pieces, nowhere else.
+	again := tok.Encode(text)
+	if off := len(s.Tokens) - len(again); off < -4 || off > len(s.Spans) {
+		t.Errorf("encoding the text anew gives %d tokens for %d", len(again), len(s.Tokens))
 	}
 }
 
@@ -297,8 +294,8 @@ func TestDeterminism(t *testing.T) {
 	g := mustGrid(t, newWords(), nil, GridOptions{Lengths: []int{256, 512}, Depths: []float64{0, .5, 1}, Repeats: 2, Seed: 7})
 	// A change of these is a change of everybody's datasets: say so in the change log.
 	for _, tc := range []struct{ name, got, want string }{
-		{"passkeys", a.Meta.ContentHash, "GOLDEN1"},
-		{"grid", g.Meta.ContentHash, "GOLDEN2"},
+		{"passkeys", a.Meta.ContentHash, "20141ff7d4b9c376e036e93482c8b6cf5550e0a1c281169ced8ac9fa1c78790f"},
+		{"grid", g.Meta.ContentHash, "394809a39754b6e9365102e7d85204b176dfad6644d110ccdcf47a53cd7cf77f"},
 	} {
 		if tc.got != tc.want {
 			t.Errorf("%s: content hash %s, want %s", tc.name, tc.got, tc.want)
