@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -138,12 +139,18 @@ func decode(from io.Reader) (*Artefact, error) {
 	if q.Floor == 0 {
 		q.Floor = NoFloor
 	}
+	// Floats may round otherwise on other processors, and a budget with them: what must hold is the sum.
 	again, err := a.Divide(q)
 	if err != nil {
 		return nil, err
 	}
-	if !slices.Equal(again.Budgets, a.Budgets) || !slices.Equal(a.Request.Weights, x.Weights(q.Mode)) {
-		return nil, fmt.Errorf("the budgets are not those that the request and the measurement give")
+	if len(a.Budgets) != m.Layers || again.Total() != a.Total() || !slices.Equal(q.Weights, x.Weights(q.Mode)) || !slices.Equal(q.Limits, m.SlidingWindow) {
+		return nil, errors.New("the budgets are not those of the request, the measurement and the model")
+	}
+	for l, b := range a.Budgets {
+		if b < 0 || b%max(q.Block, 1) != 0 {
+			return nil, fmt.Errorf("layer %d has %d tokens, which are not whole blocks of %d", l, b, q.Block)
+		}
 	}
 	return a, nil
 }

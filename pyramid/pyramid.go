@@ -358,7 +358,7 @@ func round(shares []float64, least, most []int, total int) []int {
 	left := total
 	for l, x := range shares {
 		// A share that is whole but for rounding errors is whole.
-		if r := math.Round(x); math.Abs(x-r) < 1e-6*max(1, math.Abs(r)*1e-6) {
+		if r := math.Round(x); math.Abs(x-r) < 1e-9*max(1, r) {
 			x = r
 		}
 		out[l] = min(max(int(math.Floor(x)), least[l]), most[l])
