@@ -77,7 +77,8 @@ bytes and the evidence for it.`,
 	root.SetFlagErrorFunc(func(cmd *cobra.Command, err error) error {
 		return ui.Hint(err, "%s --help lists the flags", cmd.CommandPath())
 	})
-	root.AddCommand(a.inspectCommand(), a.datasetsCommand(), a.profileCommand(), a.distillCommand(), a.versionCommand())
+	root.AddCommand(a.runCommand(), a.inspectCommand(), a.datasetsCommand(), a.profileCommand(), a.distillCommand(),
+		a.fastgenCommand(), a.pyramidCommand(), a.compileCommand(), a.checkCommand(), a.schemaCommand(), a.versionCommand())
 	return root
 }
 

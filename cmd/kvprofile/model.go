@@ -64,8 +64,10 @@ func chatOf(m *model.Model, plain bool) datasets.Chat {
 }
 
 // identity is one string for a model's three hashes.
-func identity(p model.Fingerprint) string {
-	sum := sha256.Sum256([]byte(p.Config + "\n" + p.Weights + "\n" + p.Tokenizer))
+func identity(p model.Fingerprint) string { return identityOf(p.Config, p.Weights, p.Tokenizer) }
+
+func identityOf(config, weights, tokenizer string) string {
+	sum := sha256.Sum256([]byte(config + "\n" + weights + "\n" + tokenizer))
 	return hex.EncodeToString(sum[:])
 }
 

@@ -48,6 +48,10 @@ func (a *app) session(dir string, m *model.Model) (*session, error) {
 		backend.Close()
 		return nil, err
 	}
+	if err := run.WriteJSON(s.folder.Path(modelFile), cardOf(m, s.print)); err != nil {
+		s.Close()
+		return nil, err
+	}
 	if s.folder.Resumed {
 		a.ui.Detail("%s: taking up an earlier run", dir)
 	}
@@ -72,11 +76,17 @@ func (s *session) engine() (*engine.Model, error) {
 	return e, nil
 }
 
-// Close gives back the weights' memory and the lock.
-func (s *session) Close() {
+// unload gives back the weights' memory.
+func (s *session) unload() {
 	if s.loaded != nil {
 		s.loaded.Close()
+		s.loaded = nil
 	}
+}
+
+// Close gives back the weights' memory and the lock.
+func (s *session) Close() {
+	s.unload()
 	s.backend.Close()
 	s.folder.Close()
 }
@@ -94,17 +104,6 @@ func (s *session) do(ctx context.Context, stage run.Stage, work func(context.Con
 	}
 	return err
 }
-
-// Names of what the stages leave in a run folder.
-const (
-	trainFile   = "datasets/train.parquet"
-	needlesFile = "datasets/needles.parquet"
-	recordDir   = "record"
-	gatesDir    = "gates"
-	fastgenFile = "fastgen.json"
-	pyramidFile = "pyramid.json"
-	planFile    = "plan.json"
-)
 
 // folderOf is the run folder of a model.
 func (a *app) folderOf(m *model.Model) string {

@@ -18,6 +18,7 @@ const (
 // option is a way to treat one KV head, with its cost and worth on the record.
 type option struct {
 	kind     kind
+	step     int     // place in FastGen's lattice
 	tokens   int     // kept at the context, rounded to blocks
 	recovery float64 // attention mass on what is kept: mean over samples of the group's worst query head
 }

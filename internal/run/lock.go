@@ -71,3 +71,7 @@ func lockDir(dir string, now time.Time) (*os.File, error) {
 	}
 	return f, nil
 }
+
+// Lock locks a run folder without opening it, for what works on single files in it. Closing gives the lock back. The
+// error is a *LockedError when another process has it.
+func Lock(dir string) (io.Closer, error) { return lockDir(dir, time.Now()) }
