@@ -13,7 +13,7 @@ func (p *Plan) Advice() []Violation {
 		}
 	}
 	for name, q := range p.Policies {
-		at := pointerTo("/policies", name)
+		at := PointerTo("/policies", name)
 		whole := func(member string, tokens int) {
 			if n := p.Cache.roundUp(tokens); n != tokens {
 				advise(at+"/"+member, "is %d, no multiple of block_size %d: its blocks have room for %d", tokens, p.Cache.BlockSize, n)
@@ -55,7 +55,7 @@ func (p *Plan) Advice() []Violation {
 	if p.Evidence == nil || len(p.Evidence.Evaluations) == 0 {
 		advise("", "has no evaluation: nothing says what the model still retrieves")
 	}
-	return sortViolations(c.found)
+	return SortViolations(c.found)
 }
 
 // HeadsByPolicy counts the KV heads of every policy, by its name.

@@ -121,7 +121,7 @@ func summary(vs []Violation) string {
 	return fmt.Sprintf("%s (and %d more)", vs[0], len(vs)-1)
 }
 
-// pointerTo appends a reference token to a JSON pointer.
-func pointerTo(parent, token string) string {
+// PointerTo appends a reference token to a JSON pointer.
+func PointerTo(parent, token string) string {
 	return parent + "/" + strings.NewReplacer("~", "~0", "/", "~1").Replace(token)
 }

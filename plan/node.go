@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"slices"
+	"strconv"
 	"strings"
 	"unicode/utf8"
 )
@@ -139,7 +140,14 @@ func parseValue(dec *json.Decoder, depth int) (*node, error) {
 	case string:
 		return &node{kind: nodeString, text: t}, nil
 	case json.Number:
-		return &node{kind: nodeNumber, text: t.String()}, nil
+		// Numbers that a double cannot hold are no values of a plan, and exact arithmetic on them can be made to take
+		// all memory.
+		text := t.String()
+		mantissa, _, _ := strings.Cut(strings.ToLower(text), "e")
+		if f, err := strconv.ParseFloat(text, 64); err != nil || f == 0 && strings.ContainsAny(mantissa, "123456789") || len(text) > 400 {
+			return nil, errors.New("number beyond the range of a double")
+		}
+		return &node{kind: nodeNumber, text: text}, nil
 	case bool:
 		return &node{kind: nodeBool, text: fmt.Sprint(t)}, nil
 	}

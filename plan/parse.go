@@ -22,7 +22,7 @@ func Parse(data []byte) (*Plan, error) {
 		return nil, &MemberError{Violations: d.unknown}
 	}
 	if vs := append(d.other, d.meaning()...); len(vs) > 0 {
-		return nil, &InvalidError{Violations: sortViolations(vs)}
+		return nil, &InvalidError{Violations: SortViolations(vs)}
 	}
 	return d.plan, nil
 }
@@ -36,7 +36,7 @@ func Check(data []byte) (form, meaning []Violation, err error) {
 		return nil, nil, err
 	}
 	form = append(append(append(form, d.kinds...), d.unknown...), d.other...)
-	return sortViolations(form), d.meaning(), nil
+	return SortViolations(form), d.meaning(), nil
 }
 
 // decoder fills a plan from a document and gathers what does not fit.
@@ -114,7 +114,7 @@ func (d *decoder) fail(pointer, format string, args ...any) {
 
 func (d *decoder) missing(pointer, name string) {
 	d.other = append(d.other, Violation{pointer, fmt.Sprintf("member %q is missing", name)})
-	d.unread[pointerTo(pointer, name)] = true
+	d.unread[PointerTo(pointer, name)] = true
 }
 
 var (
@@ -152,7 +152,7 @@ func (d *decoder) value(n *node, v reflect.Value, pointer string) {
 		m := reflect.MakeMap(t)
 		for _, e := range n.members {
 			x := reflect.New(t.Elem()).Elem()
-			d.value(e.value, x, pointerTo(pointer, e.key))
+			d.value(e.value, x, PointerTo(pointer, e.key))
 			m.SetMapIndex(reflect.ValueOf(e.key), x)
 		}
 		v.Set(m)
@@ -183,11 +183,7 @@ func (d *decoder) value(n *node, v reflect.Value, pointer string) {
 			mismatch("a number")
 			return
 		}
-		f, err := strconv.ParseFloat(n.text, 64)
-		if err != nil {
-			d.fail(pointer, "is %s, beyond the range of a double", n.text)
-			return
-		}
+		f, _ := strconv.ParseFloat(n.text, 64) // parseJSON has seen to it that it can be read
 		v.SetFloat(f)
 	case reflect.Int, reflect.Int64:
 		if n.kind != nodeNumber {
@@ -235,9 +231,20 @@ func (d *decoder) object(n *node, v reflect.Value, pointer string, tagged bool) 
 		case e.kind == nodeNull && field.Kind() == reflect.Pointer && !optional:
 			// null stands for nothing where the member itself must be there.
 		default:
-			d.value(e, field, pointerTo(pointer, name))
-			if optional && field.Kind() == reflect.Slice && field.Len() == 0 {
-				field.SetZero() // an empty list is one that was left out
+			d.value(e, field, PointerTo(pointer, name))
+			if !optional || !field.IsZero() && field.Kind() != reflect.Slice {
+				break
+			}
+			switch field.Kind() {
+			case reflect.Slice:
+				if field.Len() == 0 {
+					field.SetZero() // an empty list is one that was left out
+				}
+			case reflect.String, reflect.Int, reflect.Float64:
+				// One way to say that there is no value.
+				if at := PointerTo(pointer, name); !d.unread[at] {
+					d.fail(at, "is %s, must be left out when there is no value", e.appendInline(nil))
+				}
 			}
 		}
 	}
@@ -246,7 +253,7 @@ func (d *decoder) object(n *node, v reflect.Value, pointer string, tagged bool) 
 	}
 	for _, m := range n.members {
 		if !known[m.key] {
-			d.unknown = append(d.unknown, Violation{pointerTo(pointer, m.key), "unknown member"})
+			d.unknown = append(d.unknown, Violation{PointerTo(pointer, m.key), "unknown member"})
 		}
 	}
 }
@@ -260,9 +267,11 @@ func (d *decoder) policy(n *node, v reflect.Value, pointer string) {
 	kind := n.get("kind")
 	if kind == nil {
 		d.missing(pointer, "kind")
+		d.unread[pointer] = true
 		return
 	}
 	if kind.kind != nodeString {
+		d.unread[pointer] = true
 		d.fail(pointer+"/kind", "is %v, must be a string", kind.kind)
 		return
 	}
@@ -279,6 +288,7 @@ func (d *decoder) policy(n *node, v reflect.Value, pointer string) {
 	case KindH2O:
 		target = reflect.New(reflect.TypeFor[H2O]())
 	default:
+		d.unread[pointer] = true
 		d.kinds = append(d.kinds, Violation{pointer + "/kind", fmt.Sprintf("unknown kind of policy %q", kind.text)})
 		return
 	}

@@ -32,9 +32,9 @@ type Full struct{}
 // al. 2024).
 type Streaming struct {
 	// SinkTokens is the number of first tokens kept.
-	SinkTokens int `json:"sink_tokens"`
+	SinkTokens int `json:"sink_tokens" jsonschema:"minimum=0,maximum=134217728"`
 	// RecentTokens is the number of last tokens kept.
-	RecentTokens int `json:"recent_tokens"`
+	RecentTokens int `json:"recent_tokens" jsonschema:"minimum=1,maximum=134217728"`
 	// Evict says when tokens of the prompt leave.
 	Evict Evict `json:"evict"`
 	// Decode is rolling.
@@ -50,13 +50,13 @@ type FastGen struct {
 	Classes []Class `json:"classes"`
 	// FrequentRatio keeps, of the tokens in no kept class, the ceil(frequent_ratio * n) that received most attention,
 	// summed over the query heads of the group.
-	FrequentRatio float64 `json:"frequent_ratio"`
+	FrequentRatio float64 `json:"frequent_ratio" jsonschema:"minimum=0,maximum=1"`
 	// LocalRatio keeps the last ceil(local_ratio * n) tokens.
-	LocalRatio float64 `json:"local_ratio"`
+	LocalRatio float64 `json:"local_ratio" jsonschema:"minimum=0,maximum=1"`
 	// MaxTokens bounds what is kept of the n tokens; left out for no such bound.
-	MaxTokens int `json:"max_tokens,omitempty"`
+	MaxTokens int `json:"max_tokens,omitempty" jsonschema:"minimum=1,maximum=134217728"`
 	// MaxRatio bounds what is kept of the n tokens to ceil(max_ratio * n); left out for no such bound.
-	MaxRatio float64 `json:"max_ratio,omitempty"`
+	MaxRatio float64 `json:"max_ratio,omitempty" jsonschema:"exclusiveMinimum=0,maximum=1"`
 	// Overflow says what happens when more would be kept. Left out when there is no bound.
 	Overflow Overflow `json:"overflow,omitempty"`
 	// Evict is prefill_end.
@@ -71,17 +71,17 @@ type FastGen struct {
 // al. 2024; PyramidKV, Cai et al. 2024). The budget includes sinks and observation window.
 type TopK struct {
 	// BudgetTokens is the number of tokens kept. Exactly one of budget_tokens and budget_ratio is given.
-	BudgetTokens int `json:"budget_tokens,omitempty"`
+	BudgetTokens int `json:"budget_tokens,omitempty" jsonschema:"minimum=1,maximum=134217728"`
 	// BudgetRatio keeps ceil(budget_ratio * prompt tokens), but never fewer than sinks and window and one more.
-	BudgetRatio float64 `json:"budget_ratio,omitempty"`
+	BudgetRatio float64 `json:"budget_ratio,omitempty" jsonschema:"exclusiveMinimum=0,maximum=1"`
 	// ObservationWindow is the number of last prompt tokens whose queries vote; they are kept themselves.
-	ObservationWindow int `json:"observation_window"`
+	ObservationWindow int `json:"observation_window" jsonschema:"minimum=1,maximum=134217728"`
 	// Pool smooths the votes along the positions.
 	Pool Pool `json:"pool"`
 	// Aggregate says how the votes of a group's query heads become one.
 	Aggregate Aggregate `json:"aggregate"`
 	// SinkTokens is the number of first tokens kept in any case.
-	SinkTokens int `json:"sink_tokens"`
+	SinkTokens int `json:"sink_tokens" jsonschema:"minimum=0,maximum=134217728"`
 	// Evict is prefill_end.
 	Evict Evict `json:"evict"`
 	// Decode is static or rolling.
@@ -95,18 +95,18 @@ type Pool struct {
 	// Kind of pooling.
 	Kind PoolKind `json:"kind"`
 	// Kernel is the odd number of neighbouring positions pooled, 1 for kind none.
-	Kernel int `json:"kernel"`
+	Kernel int `json:"kernel" jsonschema:"minimum=1,maximum=1023"`
 }
 
 // H2O keeps the tokens that received most attention so far and the last ones (Zhang et al. 2023). Scores of evicted
 // tokens are forgotten.
 type H2O struct {
 	// SinkTokens is the number of first tokens kept in any case.
-	SinkTokens int `json:"sink_tokens"`
+	SinkTokens int `json:"sink_tokens" jsonschema:"minimum=0,maximum=134217728"`
 	// HeavyTokens is the number of tokens kept for the attention that they received.
-	HeavyTokens int `json:"heavy_tokens"`
+	HeavyTokens int `json:"heavy_tokens" jsonschema:"minimum=1,maximum=134217728"`
 	// RecentTokens is the number of last tokens kept.
-	RecentTokens int `json:"recent_tokens"`
+	RecentTokens int `json:"recent_tokens" jsonschema:"minimum=1,maximum=134217728"`
 	// Evict says when tokens of the prompt leave.
 	Evict Evict `json:"evict"`
 	// Decode is rolling.

@@ -25,11 +25,11 @@ type Plan struct {
 	// Policies by name. Layers refers to them.
 	Policies map[string]Policy `json:"policies"`
 	// Layers has one row per layer, and in it the name of a policy per KV head.
-	Layers [][]string `json:"layers"`
+	Layers [][]string `json:"layers" jsonschema:"minItems=1,maxItems=1024"`
 	// Pins are spans of the prompt that every head keeps.
 	Pins []Pin `json:"pins,omitempty"`
 	// Totals says what the cache holds at stated lengths, one sequence each, in rising order of the lengths.
-	Totals []Totals `json:"totals"`
+	Totals []Totals `json:"totals" jsonschema:"minItems=1,maxItems=64"`
 	// Evidence says what the plan rests on and how well it does. Readers ignore members in it that they do not know.
 	Evidence *Evidence `json:"evidence,omitempty"`
 	// Warnings for people, in full sentences.
@@ -39,29 +39,29 @@ type Plan struct {
 // Tool names the program that made a plan.
 type Tool struct {
 	// Name of the program.
-	Name string `json:"name"`
+	Name string `json:"name" jsonschema:"minLength=1"`
 	// Version of the program.
-	Version string `json:"version"`
+	Version string `json:"version" jsonschema:"minLength=1"`
 	// Commit that it was built from, when known.
-	Commit string `json:"commit,omitempty"`
+	Commit string `json:"commit,omitempty" jsonschema:"minLength=1"`
 }
 
 // Model identifies a model and has what its cache's layout depends on.
 type Model struct {
 	// Name for people; not compared.
-	Name string `json:"name"`
+	Name string `json:"name" jsonschema:"minLength=1"`
 	// Architecture for people, such as llama or qwen3; not compared.
-	Architecture string `json:"architecture"`
+	Architecture string `json:"architecture" jsonschema:"minLength=1"`
 	// NLayers is the number of transformer layers.
-	NLayers int `json:"n_layers"`
+	NLayers int `json:"n_layers" jsonschema:"minimum=1,maximum=1024"`
 	// NHeads is the number of query heads of a layer, a multiple of n_kv_heads.
-	NHeads int `json:"n_heads"`
+	NHeads int `json:"n_heads" jsonschema:"minimum=1,maximum=4096"`
 	// NKVHeads is the number of KV heads of a layer.
-	NKVHeads int `json:"n_kv_heads"`
+	NKVHeads int `json:"n_kv_heads" jsonschema:"minimum=1,maximum=512"`
 	// HeadDim is the number of elements of a key, and of a value.
-	HeadDim int `json:"head_dim"`
+	HeadDim int `json:"head_dim" jsonschema:"minimum=2,maximum=2048,multipleOf=2"`
 	// MaxPosition is the context length in tokens that the model was made for.
-	MaxPosition int `json:"max_position"`
+	MaxPosition int `json:"max_position" jsonschema:"minimum=1,maximum=134217728"`
 	// SlidingWindow holds per layer the model's own attention window in tokens, 0 for full attention. Left out when all
 	// layers have full attention.
 	SlidingWindow []int `json:"sliding_window,omitempty"`
@@ -82,17 +82,17 @@ func (m *Model) Window(layer int) int {
 // Hashes are SHA-256 hashes as 64 lower-case hexadecimal digits.
 type Hashes struct {
 	// Config hashes what the model's configuration means.
-	Config string `json:"config"`
+	Config string `json:"config" jsonschema:"pattern=^[0-9a-f]{64}$,maxLength=64"`
 	// Weights hashes the names, types, shapes and bytes of the stored tensors.
-	Weights string `json:"weights"`
+	Weights string `json:"weights" jsonschema:"pattern=^[0-9a-f]{64}$,maxLength=64"`
 	// Tokenizer hashes what the tokenizer means. Left out for a model without one.
-	Tokenizer string `json:"tokenizer,omitempty"`
+	Tokenizer string `json:"tokenizer,omitempty" jsonschema:"pattern=^[0-9a-f]{64}$,maxLength=64"`
 }
 
 // RoPE is a rotary position embedding.
 type RoPE struct {
 	// Theta is the base of the frequencies.
-	Theta float64 `json:"theta"`
+	Theta float64 `json:"theta" jsonschema:"exclusiveMinimum=0"`
 	// Scaling of the frequencies, null for none.
 	Scaling *RoPEScaling `json:"scaling"`
 }
@@ -102,19 +102,19 @@ type RoPEScaling struct {
 	// Kind of scaling.
 	Kind ScalingKind `json:"kind"`
 	// Factor by which the context is stretched; all kinds, unless divisors are given.
-	Factor float64 `json:"factor,omitempty"`
+	Factor float64 `json:"factor,omitempty" jsonschema:"minimum=1"`
 	// LowFreqFactor of llama3.
-	LowFreqFactor float64 `json:"low_freq_factor,omitempty"`
+	LowFreqFactor float64 `json:"low_freq_factor,omitempty" jsonschema:"exclusiveMinimum=0"`
 	// HighFreqFactor of llama3.
-	HighFreqFactor float64 `json:"high_freq_factor,omitempty"`
+	HighFreqFactor float64 `json:"high_freq_factor,omitempty" jsonschema:"exclusiveMinimum=0"`
 	// OriginalMaxPosition is the context in tokens before stretching; llama3 and yarn.
-	OriginalMaxPosition int `json:"original_max_position,omitempty"`
+	OriginalMaxPosition int `json:"original_max_position,omitempty" jsonschema:"minimum=1,maximum=134217728"`
 	// BetaFast of yarn, 32 when left out.
-	BetaFast float64 `json:"beta_fast,omitempty"`
+	BetaFast float64 `json:"beta_fast,omitempty" jsonschema:"exclusiveMinimum=0"`
 	// BetaSlow of yarn, 1 when left out.
-	BetaSlow float64 `json:"beta_slow,omitempty"`
+	BetaSlow float64 `json:"beta_slow,omitempty" jsonschema:"exclusiveMinimum=0"`
 	// AttentionFactor of yarn scales cosine and sine, 0.1 ln(factor) + 1 when left out.
-	AttentionFactor float64 `json:"attention_factor,omitempty"`
+	AttentionFactor float64 `json:"attention_factor,omitempty" jsonschema:"exclusiveMinimum=0"`
 	// Divisors of the head_dim/2 plain frequencies, for models that store these in place of parameters. The other
 	// numbers are then not used.
 	Divisors []float64 `json:"divisors,omitempty"`
@@ -137,13 +137,13 @@ type Cache struct {
 	// Granularity of the policies and of a block of the cache.
 	Granularity Granularity `json:"granularity"`
 	// BlockSize is the number of tokens of a block (page) of the cache.
-	BlockSize int `json:"block_size"`
+	BlockSize int `json:"block_size" jsonschema:"minimum=1,maximum=4096"`
 	// GroupRule says how the query heads of a group were made to agree on their KV head's policy.
 	GroupRule GroupRule `json:"group_rule"`
 	// Prefill says how the prompt is processed.
 	Prefill Prefill `json:"prefill"`
 	// ChunkTokens is the length of a chunk; with chunked prefill only.
-	ChunkTokens int `json:"chunk_tokens,omitempty"`
+	ChunkTokens int `json:"chunk_tokens,omitempty" jsonschema:"minimum=1,maximum=134217728"`
 }
 
 // Dtype is the type of the elements of a KV cache.
@@ -233,11 +233,11 @@ type TokenClasses struct {
 // gets little attention until it is asked for, such as credentials.
 type Pin struct {
 	// Pattern is a regular expression in RE2 syntax, matched against the text of the prompt.
-	Pattern string `json:"pattern"`
+	Pattern string `json:"pattern" jsonschema:"minLength=1,maxLength=1000"`
 	// TokensAfter is the number of tokens after a match that are kept with it.
-	TokensAfter int `json:"tokens_after"`
+	TokensAfter int `json:"tokens_after" jsonschema:"minimum=0,maximum=134217728"`
 	// MaxTokens bounds the tokens that this pin keeps of one prompt.
-	MaxTokens int `json:"max_tokens"`
+	MaxTokens int `json:"max_tokens" jsonschema:"minimum=1,maximum=134217728"`
 	// Overflow says what happens beyond max_tokens: drop_oldest or refuse.
 	Overflow Overflow `json:"overflow"`
 }
@@ -259,20 +259,20 @@ const (
 // docs/plan.md for how it is computed.
 type Totals struct {
 	// PromptTokens is the length of the prompt.
-	PromptTokens int `json:"prompt_tokens"`
+	PromptTokens int `json:"prompt_tokens" jsonschema:"minimum=1,maximum=134217728"`
 	// GeneratedTokens is the number of tokens generated after it.
-	GeneratedTokens int `json:"generated_tokens"`
+	GeneratedTokens int `json:"generated_tokens" jsonschema:"minimum=0,maximum=134217728"`
 	// KeptTokens is the sum over layers and KV heads of the tokens kept.
-	KeptTokens int64 `json:"kept_tokens"`
+	KeptTokens int64 `json:"kept_tokens" jsonschema:"minimum=0"`
 	// KeptBlocks is the number of blocks that hold them: of one KV head each, or of one layer each where the granularity
 	// is layer.
-	KeptBlocks int64 `json:"kept_blocks"`
+	KeptBlocks int64 `json:"kept_blocks" jsonschema:"minimum=0"`
 	// KeptBytes is the size of those blocks.
-	KeptBytes int64 `json:"kept_bytes"`
+	KeptBytes int64 `json:"kept_bytes" jsonschema:"minimum=0"`
 	// PeakPrefillBytes is the most that the cache holds at any time in the prefill.
-	PeakPrefillBytes int64 `json:"peak_prefill_bytes"`
+	PeakPrefillBytes int64 `json:"peak_prefill_bytes" jsonschema:"minimum=0"`
 	// FullBytes is the size of the blocks of a cache that keeps everything that the model itself can attend to.
-	FullBytes int64 `json:"full_bytes"`
+	FullBytes int64 `json:"full_bytes" jsonschema:"minimum=0"`
 	// WorstCase is set when what is kept depends on the prompt's content: the figures are then upper bounds.
 	WorstCase bool `json:"worst_case,omitempty"`
 }

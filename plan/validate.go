@@ -41,8 +41,8 @@ func (p *Plan) Validate() []Violation {
 	// What follows from the parts can be said when the parts are right.
 	sound := len(c.found) == 0
 	c.totals(sound)
-	c.evidence(sound)
-	return sortViolations(c.found)
+	c.evidence(len(c.found) == 0)
+	return SortViolations(c.found)
 }
 
 // checker gathers violations.
@@ -198,7 +198,11 @@ func (c *checker) cache() {
 	oneOf(c, "/cache/group_rule", k.GroupRule, GroupMin, GroupMean)
 	oneOf(c, "/cache/prefill", k.Prefill, PrefillDense, PrefillChunked)
 	if k.Prefill == PrefillChunked {
-		c.between("/cache/chunk_tokens", k.ChunkTokens, 1, maxTokens)
+		if k.ChunkTokens == 0 {
+			c.fail("/cache/chunk_tokens", "is missing: chunked prefill needs it")
+		} else {
+			c.between("/cache/chunk_tokens", k.ChunkTokens, 1, maxTokens)
+		}
 	} else if k.ChunkTokens != 0 {
 		c.fail("/cache/chunk_tokens", "is %d, must be left out unless prefill is %q", k.ChunkTokens, string(PrefillChunked))
 	}
@@ -233,7 +237,7 @@ func (c *checker) policies() {
 		}
 	}
 	for name, policy := range c.plan.Policies {
-		at := pointerTo("/policies", name)
+		at := PointerTo("/policies", name)
 		if !isName(name) {
 			c.fail(at, "name %q must be letters, digits, '.', '_' and '-', at most 64, the first a letter or digit", shorten(name))
 		}
@@ -343,8 +347,11 @@ func (c *checker) layers() {
 
 func (c *checker) tokenClasses() {
 	classes := c.plan.TokenClasses
-	if classes == nil {
+	switch {
+	case classes == nil:
 		classes = &TokenClasses{}
+	case len(classes.Special) == 0 && len(classes.Punctuation) == 0:
+		c.fail("/token_classes", "is empty and must be left out")
 	}
 	uses := map[Class]bool{}
 	for _, q := range c.plan.Policies {
@@ -463,8 +470,13 @@ func (c *checker) evidence(sound bool) {
 		c.between("/evidence/recipe/context_tokens", r.ContextTokens, 0, maxTokens)
 		for i, h := range r.TiedHeads {
 			at := "/evidence/recipe/tied_heads/" + strconv.Itoa(i)
-			c.between(at+"/layer", h.Layer, 0, max(c.plan.Model.NLayers, 1)-1)
-			c.between(at+"/kv_head", h.KVHead, 0, max(c.plan.Model.NKVHeads, 1)-1)
+			// What is no number of layers or KV heads is reported where it stands.
+			if n := c.plan.Model.NLayers; n >= 1 {
+				c.between(at+"/layer", h.Layer, 0, n-1)
+			}
+			if n := c.plan.Model.NKVHeads; n >= 1 {
+				c.between(at+"/kv_head", h.KVHead, 0, n-1)
+			}
 		}
 	}
 	if k := e.Calibration; k != nil {
@@ -540,8 +552,8 @@ func (c *checker) retention(at string, v *Evaluation) {
 	}
 }
 
-// sortViolations orders by pointer, numbers in it by value, then by reason.
-func sortViolations(vs []Violation) []Violation {
+// SortViolations orders violations by pointer, numbers in it by value, then by reason, and drops repetitions.
+func SortViolations(vs []Violation) []Violation {
 	slices.SortFunc(vs, func(a, b Violation) int {
 		if n := comparePointers(a.Pointer, b.Pointer); n != 0 {
 			return n
