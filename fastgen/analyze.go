@@ -146,13 +146,13 @@ func look(s *profile.Sample, group []profile.Columns, local int, o Options) seen
 	for i := range group {
 		c := &group[i]
 		far := c.Far[local]
-		first, second := profile.SplitFar(far, c.Half, distance)
+		_, second := profile.SplitFar(far, c.Half, distance)
 		early := make([]float32, half)
 		for j := range early {
 			early[j] = max(c.Total[j]-c.Half[j], 0)
 		}
 		at[rowsPrompt].add(n, c.Total, far)
-		at[rowsFirst].add(half, early, first[:half])
+		at[rowsFirst].add(half, early, c.FirstFar[local])
 		at[rowsSecond].add(n-half, c.Half, second)
 	}
 	for v := range at {

@@ -167,8 +167,9 @@ type Head struct {
 	// largest over samples.
 	Kept    []float64 `json:"kept"`
 	KeptMax []float64 `json:"kept_max"`
-	// FirstHalf, SecondHalf and Answers are the policies that the rows of the prompt's halves and the answer rows ask
-	// for; -1 where there are no such rows.
+	// FirstHalf is the policy of the first half as a prompt of its own, SecondHalf the one that the rows of the second
+	// half ask for, Answers the one that is enough for the answer rows, with the columns that the prompt chose. -1 where
+	// there are no such rows.
 	FirstHalf  int `json:"first_half"`
 	SecondHalf int `json:"second_half"`
 	Answers    int `json:"answers"`

@@ -302,7 +302,10 @@ type Columns struct {
 	Far    [][]float32 // per Grid.LocalRatios: from prompt rows at a distance of at least Tokens(r_l, n)
 	Window [][]float32 // per Grid.Windows: from the last prompt rows
 	Half   []float32   // from the prompt rows of the second half, [HalfRow(n), n)
-	Answer []float32   // from the answer rows, one entry per token of the sample; empty without answers
+	// FirstFar per Grid.LocalRatios, one entry per token of the first half h = HalfRow(n): from rows of the first half
+	// at a distance of at least Tokens(r_l, h). It is Far of the first half as a prompt of its own.
+	FirstFar [][]float32
+	Answer   []float32 // from the answer rows, one entry per token of the sample; empty without answers
 }
 
 // SplitFar divides a far list at the middle of the prompt: what came from rows of the first half and of the second.

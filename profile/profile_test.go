@@ -212,6 +212,10 @@ func TestRecordEqualsFullMaps(t *testing.T) {
 					nearList(t, name+"far first", first, n, func(j int) float64 { return column(j, func(i int) bool { return i < n/2 && i-j >= dist }) })
 					nearList(t, name+"far second", second, n, func(j int) float64 { return column(j, func(i int) bool { return i >= n/2 && i < n && i-j >= dist }) })
 				}
+				for x, r := range g.LocalRatios {
+					dist := Tokens(r, n/2)
+					nearList(t, name+"first far", c.FirstFar[x], n/2, func(j int) float64 { return column(j, func(i int) bool { return i < n/2 && i-j >= dist }) })
+				}
 				for x, w := range g.Windows {
 					nearList(t, name+"window", c.Window[x], n, func(j int) float64 { return column(j, func(i int) bool { return i < n && i >= n-w }) })
 				}
@@ -706,10 +710,10 @@ func TestEstimate(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The lists of the columns table, counted by hand: 12 query heads, 2 + 3 + 2 lists of prompt rows, and answers.
+	// The lists of the columns table, counted by hand: 12 query heads, 2 + 3 + 2 lists of prompt rows, 2 of their first halves, and answers.
 	var want int64
 	for _, s := range sizes {
-		want += 12 * int64(12+4*7*s.Prompt)
+		want += 12 * int64(12+4*(7*s.Prompt+2*(s.Prompt/2)))
 		if s.Answers > 0 {
 			want += 12 * 4 * int64(s.Tokens)
 		}
@@ -722,7 +726,7 @@ func TestEstimate(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if mb := float64(smol.Columns) / 1e6; mb < 14 || mb > 16 {
+	if mb := float64(smol.Columns) / 1e6; mb < 16 || mb > 17 {
 		t.Errorf("SmolLM2 at 2,048 tokens: %.1f MB", mb)
 	}
 	if _, err := Estimate(m.Config, Grid{}, []Size{{4, 5, 0}}); err == nil {
@@ -800,7 +804,7 @@ func TestLongLists(t *testing.T) {
 			lists[h][i] = r.Float32()
 		}
 		row := []any{int32(0), int32(0), int32(h)}
-		for range 6 {
+		for range 7 {
 			row = append(row, lists[h])
 		}
 		if err := w.add(append(row, []float32(nil))...); err != nil {

@@ -353,6 +353,9 @@ func (r *Record) Columns(sample, layer int) ([]Columns, error) {
 		each(fmt.Sprintf("window_%d", w), n, func(h *Columns, v []float32) { h.Window = append(h.Window, v) })
 	}
 	each("half", n, func(h *Columns, v []float32) { h.Half = v })
+	for _, x := range g.LocalRatios {
+		each("first_far_"+ratioName(x), HalfRow(n), func(h *Columns, v []float32) { h.FirstFar = append(h.FirstFar, v) })
+	}
 	if len(s.Answers) > 0 {
 		each("answer", len(s.Tokens), func(h *Columns, v []float32) { h.Answer = v })
 	}

@@ -136,6 +136,9 @@ func columnsTable(g Grid) table {
 		list("window_"+strconv.Itoa(w), fmt.Sprintf("of the prompt from the last %d prompt rows", w))
 	}
 	list("half", "of the prompt from the prompt rows of the second half, from floor(prompt / 2) on")
+	for _, r := range g.LocalRatios {
+		list("first_far_"+ratioName(r), fmt.Sprintf("of the prompt's first half from rows of the first half at a distance of at least ceil(%g * floor(prompt / 2))", r))
+	}
 	list("answer", "from the answer rows; empty without answers")
 	return table{tableColumns, c}
 }

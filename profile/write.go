@@ -412,11 +412,14 @@ func (j *job) writeSample() error {
 		kind, toInt32(index), toInt32(start), toInt32(end), toInt32(j.answers))
 }
 
-// distances are what the tap's far lists are asked for: the local ratios' and the recent widths.
+// distances are what the tap's far lists are asked for: those of the local ratios, for the prompt and for its first
+// half, and the recent widths.
 func (g Grid) distances(prompt int) []int {
 	var out []int
-	for _, r := range g.LocalRatios {
-		out = append(out, Tokens(r, prompt))
+	for _, n := range []int{prompt, HalfRow(prompt)} {
+		for _, r := range g.LocalRatios {
+			out = append(out, Tokens(r, n))
+		}
 	}
 	return append(out, g.Recent...)
 }
@@ -482,7 +485,7 @@ func (j *job) writeHead(layer, head, kv int, st *engine.HeadStats, norms engine.
 	for _, s := range g.Sinks {
 		row = append(row, sum(st.Total[:min(s, n)])/rows)
 	}
-	far := st.Far[len(g.LocalRatios):]
+	far := st.Far[2*len(g.LocalRatios):]
 	for x := range g.Recent {
 		row = append(row, max(0, rows-sum(far[x]))/rows)
 	}
@@ -546,6 +549,11 @@ func (j *job) writeColumns(layer, head int, st *engine.HeadStats) error {
 	for x := range st.Window { // the last one is the second half
 		row = append(row, st.Window[x][:n])
 	}
+	half := HalfRow(n)
+	for x, r := range g.LocalRatios {
+		first, _ := SplitFar(st.Far[len(g.LocalRatios)+x][:n], st.Window[len(g.Windows)][:n], Tokens(r, half))
+		row = append(row, first[:half])
+	}
 	return j.lists.add(append(row, st.Answer)...)
 }
 
@@ -595,7 +603,7 @@ func Estimate(cfg engine.Config, grid Grid, sizes []Size) (Bytes, error) {
 		b.Samples += int64(s.Tokens)*8 + int64(s.Answers)*4
 		b.Heads += heads * int64(4*4+8*(len(g.Sinks)+len(g.Recent)+len(g.Masses)+9)+4*len(g.Recent)*min(g.maxSink(), s.Prompt))
 		lists := int64(len(g.LocalRatios) + len(g.Windows) + 2)
-		b.Columns += heads * (12 + 4*lists*n)
+		b.Columns += heads * (12 + 4*(lists*n+int64(len(g.LocalRatios)*HalfRow(s.Prompt))))
 		if s.Answers > 0 {
 			b.Columns += heads * 4 * int64(s.Tokens)
 		}
