@@ -76,15 +76,13 @@ func (m *Model) vocabularyOf(f *gguf.File) error {
 		return -1
 	}
 	v.BOS, v.EOS, v.UNK = id("bos_token_id"), id("eos_token_id"), id("unknown_token_id")
-	flag := func(key string, fallback bool) bool {
+	flag := func(key string) *bool {
 		if b, ok := meta(key).(bool); ok {
-			return b
+			return &b
 		}
-		return fallback
+		return nil
 	}
-	// The defaults are llama.cpp's.
-	sentencePiece := v.Model == "llama"
-	v.AddBOS, v.AddEOS, v.AddSpacePrefix = flag("add_bos_token", sentencePiece), flag("add_eos_token", false), flag("add_space_prefix", sentencePiece)
+	v.AddBOS, v.AddEOS, v.AddSpacePrefix = flag("add_bos_token"), flag("add_eos_token"), flag("add_space_prefix")
 	var err error
 	if m.Tokenizer, err = tokenizer.FromVocabulary(v); err != nil {
 		return err

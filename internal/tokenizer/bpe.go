@@ -1,67 +1,95 @@
 package tokenizer
 
-import "container/heap"
-
 // pair is two neighbouring tokens.
 type pair struct{ left, right int32 }
 
 // rule says that a pair becomes one token; lower ranks are applied first.
 type rule struct{ rank, id int32 }
 
-// candidate is a possible merge of the symbols at left and right, valid while both are as they were (gen).
-type candidate struct {
-	rank             int32
-	left, right      int
-	leftGen, rightGn int32
-}
+// candidate is a merge that was possible when it was queued: the symbol at left with its neighbour, into id.
+type candidate struct{ rank, id, left int32 }
 
-// queue orders candidates by rank, then by position: the order in which the reference applies merges.
+// queue is a heap of candidates by rank, then by position: the order in which the reference applies merges.
 type queue []candidate
 
-func (q queue) Len() int { return len(q) }
-func (q queue) Less(i, j int) bool {
+func (q queue) less(i, j int) bool {
 	return q[i].rank < q[j].rank || q[i].rank == q[j].rank && q[i].left < q[j].left
 }
-func (q queue) Swap(i, j int) { q[i], q[j] = q[j], q[i] }
-func (q *queue) Push(x any)   { *q = append(*q, x.(candidate)) }
-func (q *queue) Pop() any {
-	old := *q
-	x := old[len(old)-1]
-	*q = old[:len(old)-1]
-	return x
+
+func (q *queue) push(c candidate) {
+	h := append(*q, c)
+	for i := len(h) - 1; i > 0; {
+		parent := (i - 1) / 2
+		if !h.less(i, parent) {
+			break
+		}
+		h[i], h[parent] = h[parent], h[i]
+		i = parent
+	}
+	*q = h
 }
 
-// merge applies byte-pair encoding (Sennrich et al. 2016) to the ids of a word, in place.
+func (q *queue) pop() candidate {
+	h := *q
+	top, last := h[0], len(h)-1
+	h[0] = h[last]
+	h = h[:last]
+	for i := 0; ; {
+		child := 2*i + 1
+		if child >= last {
+			break
+		}
+		if child+1 < last && h.less(child+1, child) {
+			child++
+		}
+		if !h.less(child, i) {
+			break
+		}
+		h[i], h[child] = h[child], h[i]
+		i = child
+	}
+	*q = h
+	return top
+}
+
+// merge applies byte-pair encoding (Sennrich et al. 2016, section 3.2) to the symbols of a word, in place, in
+// O(n log n) for n of them.
 func merge(ids []int32, rules map[pair]rule) []int32 {
-	n := len(ids)
+	n := int32(len(ids))
 	if n < 2 {
 		return ids
 	}
-	prev, next, gen := make([]int, n), make([]int, n), make([]int32, n)
-	for i := range ids {
+	links := make([]int32, 2*n)
+	prev, next := links[:n], links[n:]
+	for i := range n {
 		prev[i], next[i] = i-1, i+1
 	}
-	var q queue
-	add := func(l, r int) {
+	q := make(queue, 0, n)
+	add := func(l, r int32) {
 		if l < 0 || r >= n {
 			return
 		}
 		if m, ok := rules[pair{ids[l], ids[r]}]; ok {
-			heap.Push(&q, candidate{m.rank, l, r, gen[l], gen[r]})
+			q.push(candidate{m.rank, m.id, l})
 		}
 	}
 	for i := range n - 1 {
 		add(i, i+1)
 	}
-	for q.Len() > 0 {
-		c := heap.Pop(&q).(candidate)
-		if gen[c.left] != c.leftGen || gen[c.right] != c.rightGn || next[c.left] != c.right {
+	const gone = -1
+	for len(q) > 0 {
+		c := q.pop()
+		// The pair may have changed since. It may also have become another that makes the same token, which is then
+		// made at once: the reference does so too.
+		right := next[c.left]
+		if ids[c.left] == gone || right >= n {
 			continue
 		}
-		ids[c.left] = rules[pair{ids[c.left], ids[c.right]}].id
-		gen[c.left]++
-		gen[c.right] = -1
-		next[c.left] = next[c.right]
+		if m, ok := rules[pair{ids[c.left], ids[right]}]; !ok || m.id != c.id {
+			continue
+		}
+		ids[c.left], ids[right] = c.id, gone
+		next[c.left] = next[right]
 		if next[c.left] < n {
 			prev[next[c.left]] = c.left
 		}
@@ -69,7 +97,7 @@ func merge(ids []int32, rules map[pair]rule) []int32 {
 		add(c.left, next[c.left])
 	}
 	out := ids[:0]
-	for i := 0; i < n; i = next[i] {
+	for i := int32(0); i < n; i = next[i] {
 		out = append(out, ids[i])
 	}
 	return out

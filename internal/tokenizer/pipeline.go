@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"strings"
 	"unicode"
+	"unicode/utf8"
 
 	"github.com/dlclark/regexp2"
 	"golang.org/x/text/unicode/norm"
@@ -37,7 +38,8 @@ type component struct {
 		IDs []int32 `json:"ids"`
 	} `json:"special_tokens"`
 
-	re *regexp2.Regexp
+	re   *regexp2.Regexp
+	scan scanner // stands for re where it is not nil
 }
 
 type pattern struct {
@@ -53,9 +55,6 @@ type piece struct {
 	Sequence *json.RawMessage `json:"Sequence"`
 }
 
-// gpt2Pattern splits words as GPT-2 does (the ByteLevel pre-tokenizer with use_regex).
-const gpt2Pattern = `'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+`
-
 func yes(p *bool, fallback bool) bool {
 	if p == nil {
 		return fallback
@@ -64,7 +63,7 @@ func yes(p *bool, fallback bool) bool {
 }
 
 // compileNormalizer checks that every part is known; so do its siblings below.
-func (c *component) compileNormalizer() (err error) {
+func (c *component) compileNormalizer() error {
 	switch c.Type {
 	case "Sequence":
 		for i := range c.Normalizers {
@@ -82,9 +81,18 @@ func (c *component) compileNormalizer() (err error) {
 	return nil
 }
 
+// maxPattern bounds the length of a regular expression, of which the longest in use has some 400 bytes: parsing is
+// recursive.
+const maxPattern = 4096
+
 func (c *component) compilePattern() (err error) {
 	switch {
+	case len(c.Pattern.Regex) > maxPattern:
+		return fmt.Errorf("%w: pattern of %d bytes", ErrUnsupported, len(c.Pattern.Regex))
 	case c.Pattern.Regex != "":
+		if c.scan = scannerOf(c.Pattern.Regex); c.scan != nil && c.Type == "Split" {
+			return nil
+		}
 		c.re, err = regexp2.Compile(c.Pattern.Regex, regexp2.None)
 		if err != nil {
 			return fmt.Errorf("%w: pattern %q: %w", ErrCorrupt, c.Pattern.Regex, err)
@@ -95,7 +103,7 @@ func (c *component) compilePattern() (err error) {
 	return nil
 }
 
-func (c *component) compilePreTokenizer() (err error) {
+func (c *component) compilePreTokenizer() error {
 	switch c.Type {
 	case "Sequence":
 		for i := range c.PreTokenizers {
@@ -104,9 +112,6 @@ func (c *component) compilePreTokenizer() (err error) {
 			}
 		}
 	case "Split":
-		if c.Invert {
-			return fmt.Errorf("%w: Split with invert", ErrUnsupported)
-		}
 		switch c.Behavior {
 		case "Isolated", "Removed", "MergedWithPrevious", "MergedWithNext", "Contiguous":
 		default:
@@ -116,12 +121,16 @@ func (c *component) compilePreTokenizer() (err error) {
 	case "Digits":
 	case "ByteLevel":
 		if yes(c.UseRegex, true) {
-			c.re, err = regexp2.Compile(gpt2Pattern, regexp2.None)
+			c.scan = scanGPT2
 		}
-		return err
 	case "Metaspace":
-		if c.Replacement == "" {
-			return fmt.Errorf("%w: Metaspace without a replacement", ErrCorrupt)
+		if utf8.RuneCountInString(c.Replacement) != 1 {
+			return fmt.Errorf("%w: Metaspace with the replacement %q, not one character", ErrCorrupt, c.Replacement)
+		}
+		switch c.PrependScheme {
+		case "", "always", "never", "first":
+		default:
+			return fmt.Errorf("%w: Metaspace with prepend_scheme %q", ErrUnsupported, c.PrependScheme)
 		}
 	default:
 		return fmt.Errorf("%w: pre-tokenizer %q", ErrUnsupported, c.Type)
@@ -167,7 +176,8 @@ func (c *component) normalize(s string) string {
 	case "NFKD":
 		s = norm.NFKD.String(s)
 	case "Lowercase":
-		s = strings.ToLower(s)
+		// The one letter that becomes two, where strings.ToLower maps letter by letter.
+		s = strings.ToLower(strings.ReplaceAll(s, "\u0130", "i\u0307"))
 	case "Strip":
 		if c.StripLeft {
 			s = strings.TrimLeftFunc(s, unicode.IsSpace)
@@ -217,21 +227,42 @@ func eachMatch(re *regexp2.Regexp, s string, f func(part string, match bool)) {
 
 // stretches cuts s into matches of the component's pattern and what lies between.
 func (c *component) stretches(s string, f func(part string, match bool)) {
-	if c.re != nil {
+	if c.Invert {
+		g := f
+		f = func(part string, match bool) { g(part, !match) }
+	}
+	switch {
+	case c.scan != nil:
+		for s != "" {
+			n := c.scan(s)
+			f(s[:n], true)
+			s = s[n:]
+		}
+	case c.re != nil:
 		eachMatch(c.re, s, f)
-		return
-	}
-	for s != "" {
-		before, after, found := strings.Cut(s, c.Pattern.String)
-		if before != "" {
-			f(before, false)
+	default:
+		for s != "" {
+			before, after, found := strings.Cut(s, c.Pattern.String)
+			if before != "" {
+				f(before, false)
+			}
+			if found {
+				f(c.Pattern.String, true)
+			}
+			s = after
 		}
-		if !found {
-			return
-		}
-		f(c.Pattern.String, true)
-		s = after
 	}
+}
+
+// scheme is when a Metaspace puts its mark before a text: always, first or never.
+func (c *component) scheme() string {
+	switch {
+	case c.PrependScheme != "":
+		return c.PrependScheme
+	case yes(c.AddPrefixSpace, true):
+		return "always"
+	}
+	return "never"
 }
 
 // split cuts the words of text further; first says that the text begins the input.
@@ -255,24 +286,20 @@ func (c *component) split(words []string, first bool) []string {
 			out = splitDigits(w, c.Individual, out)
 		}
 	case "ByteLevel":
-		for i, w := range words {
-			if yes(c.AddPrefixSpace, true) && first && i == 0 && !strings.HasPrefix(w, " ") {
+		for _, w := range words {
+			if yes(c.AddPrefixSpace, true) && !strings.HasPrefix(w, " ") {
 				w = " " + w
 			}
-			if c.re == nil {
+			if c.scan == nil {
 				out = append(out, w)
 				continue
 			}
-			eachMatch(c.re, w, func(part string, _ bool) { out = append(out, part) })
+			c.stretches(w, func(part string, _ bool) { out = append(out, part) })
 		}
 	case "Metaspace":
 		for i, w := range words {
 			w = strings.ReplaceAll(w, " ", c.Replacement)
-			scheme := c.PrependScheme
-			if scheme == "" && yes(c.AddPrefixSpace, true) {
-				scheme = "always"
-			}
-			if !strings.HasPrefix(w, c.Replacement) && (scheme == "always" || scheme == "first" && first && i == 0) {
+			if s := c.scheme(); !strings.HasPrefix(w, c.Replacement) && (s == "always" || s == "first" && first && i == 0) {
 				w = c.Replacement + w
 			}
 			if !yes(c.Split, true) {
@@ -299,7 +326,10 @@ func (c *component) splitWord(w string, out []string) []string {
 		begin := len(out)
 		wasMatch := false
 		c.stretches(w, func(part string, match bool) {
-			join := match && (c.Behavior == "MergedWithPrevious" && !wasMatch || c.Behavior == "Contiguous" && wasMatch)
+			join := match == wasMatch
+			if c.Behavior == "MergedWithPrevious" {
+				join = match && !wasMatch
+			}
 			if join && len(out) > begin {
 				out[len(out)-1] += part
 			} else {
@@ -365,85 +395,4 @@ func (c *component) has(kind string) bool {
 		}
 	}
 	return false
-}
-
-// decode joins the texts of tokens, as they stand in the vocabulary.
-func (c *component) decode(parts []string) []string {
-	switch c.Type {
-	case "Sequence":
-		for i := range c.Decoders {
-			parts = c.Decoders[i].decode(parts)
-		}
-	case "ByteLevel":
-		var b []byte
-		for _, p := range parts {
-			b = appendByteLevel(b, p)
-		}
-		return []string{strings.ToValidUTF8(string(b), "\uFFFD")}
-	case "Replace":
-		for i, p := range parts {
-			parts[i] = strings.ReplaceAll(p, c.Pattern.String, c.Content)
-		}
-	case "ByteFallback":
-		return decodeBytes(parts)
-	case "Fuse":
-		return []string{strings.Join(parts, "")}
-	case "Strip":
-		for i, p := range parts {
-			for n := 0; c.Content != "" && n < c.Start && strings.HasPrefix(p, c.Content); n++ {
-				p = p[len(c.Content):]
-			}
-			for n := 0; c.Content != "" && n < c.Stop && strings.HasSuffix(p, c.Content); n++ {
-				p = p[:len(p)-len(c.Content)]
-			}
-			parts[i] = p
-		}
-	case "Metaspace":
-		for i, p := range parts {
-			p = strings.ReplaceAll(p, c.Replacement, " ")
-			if i == 0 && c.PrependScheme != "never" && yes(c.AddPrefixSpace, true) {
-				p = strings.TrimPrefix(p, " ")
-			}
-			parts[i] = p
-		}
-	}
-	return parts
-}
-
-// decodeBytes turns runs of <0xNN> tokens into the text that they spell; a run that is not UTF-8 gives one
-// replacement character a byte, as the reference does.
-func decodeBytes(parts []string) []string {
-	var out []string
-	var run []byte
-	flush := func() {
-		if len(run) == 0 {
-			return
-		}
-		s := string(run)
-		if strings.ToValidUTF8(s, "") != s {
-			s = strings.Repeat("\uFFFD", len(run))
-		}
-		out = append(out, s)
-		run = run[:0]
-	}
-	for _, p := range parts {
-		if b, ok := byteToken(p); ok {
-			run = append(run, b)
-			continue
-		}
-		flush()
-		out = append(out, p)
-	}
-	flush()
-	return out
-}
-
-// byteToken parses "<0x0A>".
-func byteToken(s string) (byte, bool) {
-	if len(s) != 6 || s[:3] != "<0x" || s[5] != '>' {
-		return 0, false
-	}
-	hex := func(c byte) int { return strings.IndexByte("0123456789ABCDEF", c) }
-	hi, lo := hex(s[3]), hex(s[4])
-	return byte(hi<<4 | lo), hi >= 0 && lo >= 0
 }

@@ -21,11 +21,12 @@ var (
 
 // Tokenizer encodes and decodes text. It is safe for concurrent use.
 type Tokenizer struct {
-	tokens []string // by id, as the vocabulary spells them; "" for unused ids
-	ids    map[string]int32
+	tokens []string         // by id, as the vocabulary spells them; "" for unused ids
+	ids    map[string]int32 // without added tokens
 	rules  map[pair]rule
 	added  []addedToken
-	trie   [2]*trieNode // added tokens found in raw text, and in normalised text
+	added0 matcher // added tokens found in raw text
+	added1 matcher // and in normalised text
 
 	normalizer   *component
 	preTokenizer *component
@@ -41,11 +42,16 @@ type Tokenizer struct {
 	bos, eos     int32
 	bytes        [256]int32 // ids of <0xNN>, or -1
 
+	// cut is a mark, such as the one that stands for a space, that no token has behind anything but itself, "" when
+	// there is none: words can be cut before it, and then remembered, without a change in what is merged.
+	cut string
+
 	special  map[int32]bool
 	template string
+	print    func() string // the fingerprint, computed once
 
-	mu    sync.Mutex
-	cache map[string][]int32
+	mu    sync.RWMutex
+	cache map[string][]int32 // by the word's text
 }
 
 type addedToken struct {
@@ -58,93 +64,72 @@ type addedToken struct {
 	Special    bool   `json:"special"`
 }
 
-type trieNode struct {
-	next  map[byte]*trieNode
-	token *addedToken
-}
-
-func (n *trieNode) insert(text string, t *addedToken) {
-	for i := range len(text) {
-		child := n.next[text[i]]
-		if child == nil {
-			child = &trieNode{next: map[byte]*trieNode{}}
-			n.next[text[i]] = child
-		}
-		n = child
-	}
-	n.token = t
-}
-
 // maxVocab bounds ids: a larger one is a defect of the file, and would be allocated.
-const maxVocab = 1 << 24
+const maxVocab = 1 << 21
 
 // FromJSON reads a tokenizer.json, and a tokenizer_config.json for the names of BOS and EOS and the chat template;
 // the second may be nil.
 func FromJSON(tokenizerJSON, configJSON []byte) (*Tokenizer, error) {
 	var j struct {
-		AddedTokens   []addedToken `json:"added_tokens"`
-		Normalizer    *component   `json:"normalizer"`
-		PreTokenizer  *component   `json:"pre_tokenizer"`
-		PostProcessor *component   `json:"post_processor"`
-		Decoder       *component   `json:"decoder"`
-		Model         struct {
-			Type          string            `json:"type"`
-			Vocab         map[string]int32  `json:"vocab"`
-			Merges        []json.RawMessage `json:"merges"`
-			ByteFallback  bool              `json:"byte_fallback"`
-			IgnoreMerges  bool              `json:"ignore_merges"`
-			FuseUnk       bool              `json:"fuse_unk"`
-			Unk           *string           `json:"unk_token"`
-			Dropout       *float64          `json:"dropout"`
-			SubwordPrefix *string           `json:"continuing_subword_prefix"`
-			WordSuffix    *string           `json:"end_of_word_suffix"`
-		} `json:"model"`
-	}
-	var head struct {
-		Model struct {
-			Type string `json:"type"`
-		} `json:"model"`
-	}
-	// The kind first: the vocabulary of a Unigram model has another shape, and would give an unclear error.
-	if err := json.Unmarshal(tokenizerJSON, &head); err != nil {
-		return nil, fmt.Errorf("%w: tokenizer.json: %w", ErrCorrupt, err)
-	}
-	if head.Model.Type != "BPE" && head.Model.Type != "" {
-		return nil, fmt.Errorf("%w: model %q (BPE is known)", ErrUnsupported, head.Model.Type)
+		AddedTokens   []addedToken    `json:"added_tokens"`
+		Normalizer    *component      `json:"normalizer"`
+		PreTokenizer  *component      `json:"pre_tokenizer"`
+		PostProcessor *component      `json:"post_processor"`
+		Decoder       *component      `json:"decoder"`
+		Model         json.RawMessage `json:"model"`
 	}
 	if err := json.Unmarshal(tokenizerJSON, &j); err != nil {
 		return nil, fmt.Errorf("%w: tokenizer.json: %w", ErrCorrupt, err)
 	}
-	if p := j.Model.SubwordPrefix; p != nil && *p != "" {
+	// The kind first: the vocabulary of a Unigram model has another shape, and would give an unclear error.
+	var head struct {
+		Type string `json:"type"`
+	}
+	if len(j.Model) == 0 {
+		return nil, fmt.Errorf("%w: tokenizer.json: no model", ErrCorrupt)
+	}
+	if err := json.Unmarshal(j.Model, &head); err != nil {
+		return nil, fmt.Errorf("%w: tokenizer.json: model: %w", ErrCorrupt, err)
+	}
+	if head.Type != "BPE" && head.Type != "" {
+		return nil, fmt.Errorf("%w: model %q (BPE is known)", ErrUnsupported, head.Type)
+	}
+	var m struct {
+		Vocab         map[string]int32 `json:"vocab"`
+		Merges        json.RawMessage  `json:"merges"`
+		ByteFallback  bool             `json:"byte_fallback"`
+		IgnoreMerges  bool             `json:"ignore_merges"`
+		FuseUnk       bool             `json:"fuse_unk"`
+		Unk           *string          `json:"unk_token"`
+		Dropout       *float64         `json:"dropout"`
+		SubwordPrefix *string          `json:"continuing_subword_prefix"`
+		WordSuffix    *string          `json:"end_of_word_suffix"`
+	}
+	if err := json.Unmarshal(j.Model, &m); err != nil {
+		return nil, fmt.Errorf("%w: tokenizer.json: model: %w", ErrCorrupt, err)
+	}
+	if m.Dropout != nil && *m.Dropout != 0 {
+		return nil, fmt.Errorf("%w: dropout", ErrUnsupported)
+	}
+	if p := m.SubwordPrefix; p != nil && *p != "" {
 		return nil, fmt.Errorf("%w: continuing_subword_prefix", ErrUnsupported)
 	}
-	if p := j.Model.WordSuffix; p != nil && *p != "" {
+	if p := m.WordSuffix; p != nil && *p != "" {
 		return nil, fmt.Errorf("%w: end_of_word_suffix", ErrUnsupported)
 	}
 	t := &Tokenizer{normalizer: j.Normalizer, preTokenizer: j.PreTokenizer, decoder: j.Decoder, added: j.AddedTokens,
-		byteFallback: j.Model.ByteFallback, ignoreMerges: j.Model.IgnoreMerges, fuseUnk: j.Model.FuseUnk, unk: -1, bos: -1, eos: -1}
-	if err := t.setVocab(j.Model.Vocab); err != nil {
+		byteFallback: m.ByteFallback, ignoreMerges: m.IgnoreMerges, fuseUnk: m.FuseUnk, unk: -1, bos: -1, eos: -1}
+	if err := t.setVocab(m.Vocab); err != nil {
 		return nil, err
 	}
-	if j.Model.Unk != nil {
-		if id, ok := t.ids[*j.Model.Unk]; ok {
+	if m.Unk != nil {
+		if id, ok := t.ids[*m.Unk]; ok {
 			t.unk = id
 		}
 	}
-	merges := make([][2]string, 0, len(j.Model.Merges))
-	for _, m := range j.Model.Merges {
-		var two []string
-		if json.Unmarshal(m, &two) != nil {
-			var s string
-			if err := json.Unmarshal(m, &s); err != nil {
-				return nil, fmt.Errorf("%w: merge %s", ErrCorrupt, m)
-			}
-			two = strings.SplitN(s, " ", 2)
-		}
-		if len(two) != 2 {
-			return nil, fmt.Errorf("%w: merge %s", ErrCorrupt, m)
-		}
-		merges = append(merges, [2]string{two[0], two[1]})
+	merges, err := readMerges(m.Merges)
+	if err != nil {
+		return nil, err
 	}
 	if err := t.setMerges(merges); err != nil {
 		return nil, err
@@ -162,6 +147,32 @@ func FromJSON(tokenizerJSON, configJSON []byte) (*Tokenizer, error) {
 	return t, t.finish()
 }
 
+// readMerges reads merges, written as pairs or, in older files, as strings with a space between.
+func readMerges(raw json.RawMessage) ([][2]string, error) {
+	if len(raw) == 0 {
+		return nil, nil
+	}
+	var pairs [][]string
+	if err := json.Unmarshal(raw, &pairs); err != nil {
+		var lines []string
+		if json.Unmarshal(raw, &lines) != nil {
+			return nil, fmt.Errorf("%w: merges: %w", ErrCorrupt, err)
+		}
+		pairs = make([][]string, len(lines))
+		for i, s := range lines {
+			pairs[i] = strings.SplitN(s, " ", 2)
+		}
+	}
+	out := make([][2]string, len(pairs))
+	for i, p := range pairs {
+		if len(p) != 2 {
+			return nil, fmt.Errorf("%w: merge %d is %q, not a pair", ErrCorrupt, i, p)
+		}
+		out[i] = [2]string{p[0], p[1]}
+	}
+	return out, nil
+}
+
 func (t *Tokenizer) setVocab(vocab map[string]int32) error {
 	size := int32(0)
 	for text, id := range vocab {
@@ -177,12 +188,15 @@ func (t *Tokenizer) setVocab(vocab map[string]int32) error {
 		size = max(size, a.ID+1)
 	}
 	t.tokens = make([]string, size)
-	t.ids = make(map[string]int32, len(vocab)+len(t.added))
+	t.ids = vocab
 	for text, id := range vocab {
-		t.ids[text], t.tokens[id] = id, text
+		if t.tokens[id] != "" {
+			return fmt.Errorf("%w: tokens %q and %q both have id %d", ErrCorrupt, text, t.tokens[id], id)
+		}
+		t.tokens[id] = text
 	}
 	for _, a := range t.added {
-		t.ids[a.Content], t.tokens[a.ID] = a.ID, a.Content
+		t.tokens[a.ID] = a.Content
 	}
 	return nil
 }
@@ -247,6 +261,11 @@ func (t *Tokenizer) readConfig(data []byte) error {
 			}
 			text = object.Content
 		}
+		for _, a := range t.added {
+			if a.Content == text {
+				return a.ID
+			}
+		}
 		if id, ok := t.ids[text]; ok && text != "" {
 			return id
 		}
@@ -283,8 +302,12 @@ func (t *Tokenizer) finish() error {
 			return err
 		}
 	}
+	if err := t.checkGrowth(); err != nil {
+		return err
+	}
 	t.byteLevel = t.preTokenizer.has("ByteLevel")
 	t.cache = map[string][]int32{}
+	t.print = sync.OnceValue(t.fingerprint)
 	t.special = map[int32]bool{}
 	for i := range t.bytes {
 		t.bytes[i] = -1
@@ -292,20 +315,25 @@ func (t *Tokenizer) finish() error {
 			t.bytes[i] = id
 		}
 	}
-	t.trie = [2]*trieNode{{next: map[byte]*trieNode{}}, {next: map[byte]*trieNode{}}}
 	for i := range t.added {
 		a := &t.added[i]
-		if a.Special {
+		if a.Special || looksSpecial(a.Content) {
 			t.special[a.ID] = true
 		}
-		switch {
-		case a.Content == "":
-		case a.Normalized && t.normalizer != nil:
-			t.trie[1].insert(t.normalizer.normalize(a.Content), a)
-		default:
-			t.trie[0].insert(a.Content, a)
+		if a.Normalized {
+			t.added1.insert(t.normalizer.normalize(a.Content), a)
+		} else {
+			t.added0.insert(a.Content, a)
 		}
 	}
+	for _, list := range [][]int32{t.prefix, t.suffix} {
+		for _, id := range list {
+			if !t.has(id) {
+				return fmt.Errorf("%w: the post-processor adds id %d, which is not in the vocabulary", ErrCorrupt, id)
+			}
+		}
+	}
+	t.findCut()
 	for _, id := range []int32{t.bos, t.eos} {
 		if id >= 0 {
 			t.special[id] = true
@@ -314,195 +342,76 @@ func (t *Tokenizer) finish() error {
 	return nil
 }
 
-// Encode returns the ids of text. Added tokens in it are recognised; nothing is put before or after.
-func (t *Tokenizer) Encode(text string) []int32 {
-	var out []int32
-	first := true
-	t.eachAdded(0, text, func(part string, a *addedToken) {
-		if a != nil {
-			out = append(out, a.ID)
-		} else {
-			t.eachAdded(1, t.normalizer.normalize(part), func(part string, a *addedToken) {
-				if a != nil {
-					out = append(out, a.ID)
-				} else {
-					out = t.encodeWords(part, first, out)
-				}
-				first = false
-			})
-		}
-		first = false
-	})
-	return out
+// looksSpecial reports whether an added token is spelt like those that steer a chat. Converters to GGUF go by this too,
+// where tokenizer.json files are not always careful with the flag.
+func looksSpecial(s string) bool {
+	return strings.HasPrefix(s, "<|") && strings.HasSuffix(s, "|>") || strings.HasPrefix(s, "<｜") && strings.HasSuffix(s, "｜>")
 }
 
-// EncodeWithSpecial is Encode with what the tokenizer puts before and after a text, such as BOS.
-func (t *Tokenizer) EncodeWithSpecial(text string) []int32 {
-	out := append([]int32(nil), t.prefix...)
-	return append(append(out, t.Encode(text)...), t.suffix...)
-}
+// spaceMark is what SentencePiece writes for a space.
+const spaceMark = "▁"
 
-// eachAdded cuts text at the added tokens of one trie: the longest at the first place where one begins.
-func (t *Tokenizer) eachAdded(which int, text string, f func(part string, a *addedToken)) {
-	root := t.trie[which]
-	if len(root.next) == 0 {
-		if text != "" {
-			f(text, nil)
-		}
+// findCut looks for a mark to cut words at.
+func (t *Tokenizer) findCut() {
+	if _, ok := t.ids[spaceMark]; t.byteLevel || t.ignoreMerges || !ok {
 		return
 	}
-	start := 0
-	for i := 0; i < len(text); {
-		n, best, end := root, (*addedToken)(nil), 0
-		for k := i; k < len(text); k++ {
-			if n = n.next[text[k]]; n == nil {
-				break
-			}
-			if n.token != nil {
-				best, end = n.token, k+1
-			}
-		}
-		if best == nil || best.SingleWord && (wordBefore(text[:i]) || wordAfter(text[end:])) {
-			i++
-			continue
-		}
-		before := text[start:i]
-		if best.LStrip {
-			before = strings.TrimRightFunc(before, unicode.IsSpace)
-		}
-		if before != "" {
-			f(before, nil)
-		}
-		f(best.Content, best)
-		i = end
-		if best.RStrip {
-			i = len(text) - len(strings.TrimLeftFunc(text[i:], unicode.IsSpace))
-		}
-		start = i
+	if t.unk < 0 && !(t.byteFallback && t.hasBytes(everyByte())) {
+		return // characters may vanish, and what stood around them be merged
 	}
-	if start < len(text) {
-		f(text[start:], nil)
+	for _, m := range t.rules {
+		rest := strings.TrimLeft(t.tokens[m.id], spaceMark)
+		if strings.Contains(rest, spaceMark) {
+			return
+		}
 	}
+	t.cut = spaceMark
 }
 
-func isWord(r rune) bool {
-	return r == '_' || unicode.IsLetter(r) || unicode.IsNumber(r) || unicode.IsMark(r)
-}
-func wordBefore(s string) bool { r, n := utf8.DecodeLastRuneInString(s); return n > 0 && isWord(r) }
-func wordAfter(s string) bool  { r, n := utf8.DecodeRuneInString(s); return n > 0 && isWord(r) }
-
-// maxCache bounds the memory of remembered words.
-const maxCache = 1 << 16
-
-func (t *Tokenizer) encodeWords(text string, first bool, out []int32) []int32 {
-	for _, w := range t.preTokenizer.split([]string{text}, first) {
-		if t.byteLevel {
-			w = toByteLevel(w)
-		}
-		t.mu.Lock()
-		ids, ok := t.cache[w]
-		t.mu.Unlock()
-		if !ok {
-			ids = t.encodeWord(w)
-			if len(w) <= 64 {
-				t.mu.Lock()
-				if len(t.cache) >= maxCache {
-					clear(t.cache)
-				}
-				t.cache[w] = ids
-				t.mu.Unlock()
-			}
-		}
-		out = append(out, ids...)
+func everyByte() string {
+	var b [256]byte
+	for i := range b {
+		b[i] = byte(i)
 	}
-	return out
+	return string(b[:])
 }
 
-func (t *Tokenizer) encodeWord(w string) []int32 {
-	if t.ignoreMerges {
-		if id, ok := t.ids[w]; ok {
-			return []int32{id}
-		}
-	}
-	var ids []int32
-	unknown := false
-	for _, r := range w {
-		symbol := string(r)
-		id, ok := t.ids[symbol]
-		if ok {
-			ids, unknown = append(ids, id), false
-			continue
-		}
-		if t.byteFallback && t.hasBytes(symbol) {
-			for i := range len(symbol) {
-				ids = append(ids, t.bytes[symbol[i]])
-			}
-			unknown = false
-			continue
-		}
-		if t.unk >= 0 && !(t.fuseUnk && unknown) {
-			ids = append(ids, t.unk)
-		}
-		unknown = true
-	}
-	return merge(ids, t.rules)
-}
+// maxGrowth bounds how much longer normalizers may make a text: a chain of replacements can double it at each step.
+const maxGrowth = 64
 
-func (t *Tokenizer) hasBytes(s string) bool {
-	for i := range len(s) {
-		if t.bytes[s[i]] < 0 {
-			return false
-		}
-	}
-	return true
-}
-
-// Decode returns the text of ids, special tokens included. Unknown ids are left out.
-func (t *Tokenizer) Decode(ids []int32) string {
-	var b strings.Builder
-	var parts []string
-	flush := func() {
-		if len(parts) > 0 {
-			if t.decoder != nil {
-				parts = t.decoder.decode(parts)
-			}
-			for _, p := range parts {
-				b.WriteString(p)
-			}
-			parts = nil
-		}
-	}
-	if t.decoder == nil || !t.decoder.has("ByteLevel") {
-		for _, id := range ids {
-			if s := t.Token(id); s != "" {
-				parts = append(parts, s)
-			}
-		}
-		flush()
-		return b.String()
-	}
-	// The letters of an added token are not byte-level symbols, though they may look like ones.
-	for _, id := range ids {
-		if a := t.addedByID(id); a != nil {
-			flush()
-			b.WriteString(a.Content)
-			continue
-		}
-		if s := t.Token(id); s != "" {
-			parts = append(parts, s)
-		}
-	}
-	flush()
-	return b.String()
-}
-
-func (t *Tokenizer) addedByID(id int32) *addedToken {
-	for i := range t.added {
-		if t.added[i].ID == id {
-			return &t.added[i]
-		}
+func (t *Tokenizer) checkGrowth() error {
+	if g := t.normalizer.growth(); g > maxGrowth {
+		return fmt.Errorf("%w: normalizers that may make a text more than %d times as long", ErrUnsupported, maxGrowth)
 	}
 	return nil
+}
+
+// growth is a bound on how many times as long a normalizer makes a text, saturating.
+func (c *component) growth() int {
+	if c == nil {
+		return 1
+	}
+	g := 1
+	switch c.Type {
+	case "Sequence":
+		for i := range c.Normalizers {
+			g = min(g*c.Normalizers[i].growth(), 1<<20)
+		}
+	case "Prepend":
+		g += len(c.Prepend)
+	case "Replace":
+		if n := max(len(c.Pattern.String), 1); len(c.Content) > n {
+			g = len(c.Content)/n + 1
+		}
+	case "NFD", "NFKC", "NFKD":
+		g = 2 // eighteen-fold for one character, but not a second time
+	}
+	return min(g, 1<<20)
+}
+
+// has reports whether an id is in use.
+func (t *Tokenizer) has(id int32) bool {
+	return id >= 0 && int(id) < len(t.tokens) && t.tokens[id] != ""
 }
 
 // Token is the vocabulary's spelling of an id, "" when there is none.
@@ -524,7 +433,7 @@ func (t *Tokenizer) EOS() (int32, bool) { return t.eos, t.eos >= 0 }
 func (t *Tokenizer) ChatTemplate() string { return t.template }
 
 // IsSpecial reports whether a token belongs to FastGen's special class (Ge et al. 2023, section 3.2): BOS, EOS, and the
-// added tokens that the tokenizer marks as special, such as the turns of a chat.
+// added tokens that the tokenizer marks as special or that are spelt like <|this|>, such as the turns of a chat.
 func (t *Tokenizer) IsSpecial(id int32) bool { return t.special[id] }
 
 // IsPunctuation reports whether a token belongs to FastGen's punctuation class: its text, without white space around
@@ -537,7 +446,7 @@ func (t *Tokenizer) IsPunctuation(id int32) bool {
 	if t.byteLevel {
 		s = string(appendByteLevel(nil, s))
 	} else {
-		s = strings.ReplaceAll(s, "▁", " ")
+		s = strings.ReplaceAll(s, spaceMark, " ")
 		if b, ok := byteToken(s); ok {
 			s = string(rune(b))
 			if b >= 0x80 {

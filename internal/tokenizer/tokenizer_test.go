@@ -32,46 +32,48 @@ func gunzip(t testing.TB, path string) []byte {
 }
 
 type testCase struct {
-	Text, Decoded string
-	IDs, Special  []int32
+	Text         string
+	IDs, Special []int32
+	Decoded      *string // nil where it was not recorded
 }
 
-func readCases(t testing.TB, path string) (cases []testCase) {
+// recorded is what another library gave: scripts/fixtures_tokenizer.py.
+type recorded struct {
+	Cases   []testCase // texts, their ids, and the texts that those decode to
+	Decodes []testCase // random ids
+}
+
+func read(t testing.TB, path string, into any) {
 	t.Helper()
-	if err := json.Unmarshal(gunzip(t, path), &cases); err != nil {
+	if err := json.Unmarshal(gunzip(t, path), into); err != nil {
 		t.Fatal(err)
 	}
-	return cases
 }
 
-// checkCases compares with what the official library gave: scripts/fixtures_tokenizer.py.
-func checkCases(t *testing.T, tok *Tokenizer, cases []testCase) {
+func check(t *testing.T, tok *Tokenizer, r recorded) {
 	t.Helper()
 	wrong := 0
-	for _, c := range cases {
-		got := tok.Encode(c.Text)
-		ok := slices.Equal(got, c.IDs)
-		if !ok && wrong < 5 {
-			t.Errorf("%q gives %v, want %v", c.Text, got, c.IDs)
+	fail := func(format string, args ...any) {
+		if wrong++; wrong <= 5 {
+			t.Errorf(format, args...)
 		}
-		if with := tok.EncodeWithSpecial(c.Text); ok && !slices.Equal(with, c.Special) {
-			ok = false
-			if wrong < 5 {
-				t.Errorf("%q with special tokens gives %v, want %v", c.Text, with, c.Special)
-			}
+	}
+	for _, c := range r.Cases {
+		if got := tok.Encode(c.Text); !slices.Equal(got, c.IDs) {
+			fail("%q gives %v, want %v", c.Text, got, c.IDs)
+		} else if with := tok.EncodeWithSpecial(c.Text); !slices.Equal(with, c.Special) {
+			fail("%q with special tokens gives %v, want %v", c.Text, with, c.Special)
+		} else if text := tok.Decode(c.IDs); c.Decoded != nil && text != *c.Decoded {
+			fail("%v decodes to %q, want %q", c.IDs, text, *c.Decoded)
 		}
-		if text := tok.Decode(c.IDs); ok && text != c.Decoded {
-			ok = false
-			if wrong < 5 {
-				t.Errorf("%v decodes to %q, want %q", c.IDs, text, c.Decoded)
-			}
-		}
-		if !ok {
-			wrong++
+	}
+	for _, c := range r.Decodes {
+		if text := tok.Decode(c.IDs); text != *c.Decoded {
+			fail("%v decodes to %q, want %q", c.IDs, text, *c.Decoded)
 		}
 	}
 	if wrong > 0 {
-		t.Errorf("%d of %d strings are wrong", wrong, len(cases))
+		t.Errorf("%d of %d are wrong", wrong, len(r.Cases)+len(r.Decodes))
 	}
 }
 
@@ -80,27 +82,70 @@ func TestOfficialIDs(t *testing.T) {
 	if other := os.Getenv("KVPROFILE_TOKENIZER_CASES"); other != "" {
 		dir = other // whole tokenizers, with as many strings as one likes
 	}
-	files, err := filepath.Glob(filepath.Join(dir, "*.json.gz"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	tested := 0
-	for _, file := range files {
-		name, ok := strings.CutSuffix(filepath.Base(file), ".json.gz")
-		if !ok || strings.HasSuffix(name, ".cases") {
-			continue
-		}
-		tested++
+	for _, name := range []string{"qwen3", "llama3", "llama2", "gemma3", "nemo"} {
 		t.Run(name, func(t *testing.T) {
-			tok, err := FromJSON(gunzip(t, file), nil)
+			tok, err := FromJSON(gunzip(t, filepath.Join(dir, name+".json.gz")), nil)
 			if err != nil {
 				t.Fatal(err)
 			}
-			checkCases(t, tok, readCases(t, filepath.Join(dir, name+".cases.json.gz")))
+			var r recorded
+			read(t, filepath.Join(dir, name+".cases.json.gz"), &r)
+			if len(r.Cases) < 200 || len(r.Decodes) < 50 {
+				t.Errorf("only %d and %d cases", len(r.Cases), len(r.Decodes))
+			}
+			check(t, tok, r)
 		})
 	}
-	if tested < 4 {
-		t.Errorf("only %d tokenizers tested", tested)
+}
+
+// Small tokenizers with pipelines of every supported part, and added tokens with every flag.
+func TestVariants(t *testing.T) {
+	var all []struct {
+		Name      string
+		Tokenizer json.RawMessage
+		recorded
+	}
+	read(t, "testdata/variants.json.gz", &all)
+	if len(all) < 100 {
+		t.Errorf("only %d variants", len(all))
+	}
+	for _, v := range all {
+		t.Run(v.Name, func(t *testing.T) {
+			tok, err := FromJSON(v.Tokenizer, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			check(t, tok, v.recorded)
+		})
+	}
+}
+
+// A vocabulary with scores in place of merges, compared with the sentencepiece library.
+func TestScoredVocabulary(t *testing.T) {
+	dir := "testdata"
+	if other := os.Getenv("KVPROFILE_TOKENIZER_CASES"); other != "" {
+		dir = other
+	}
+	var v struct {
+		Tokens []string
+		Scores []float32
+		Types  []int64
+		recorded
+	}
+	read(t, filepath.Join(dir, "scored.json.gz"), &v)
+	tok, err := FromVocabulary(Vocabulary{Model: "llama", Tokens: v.Tokens, Scores: v.Scores, Types: v.Types, BOS: 1, EOS: 2, UNK: 0})
+	if err != nil {
+		t.Fatal(err)
+	}
+	check(t, tok, v.recorded)
+
+	// The same vocabulary in a tokenizer.json.
+	folder, err := FromJSON(gunzip(t, filepath.Join(dir, "llama2.json.gz")), []byte(`{"bos_token":"<s>","eos_token":"</s>"}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if folder.Fingerprint() != tok.Fingerprint() {
+		t.Error("the fingerprints of the two formats differ")
 	}
 }
 
@@ -109,11 +154,12 @@ func TestConcurrentUse(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cases := readCases(t, "testdata/qwen3.cases.json.gz")
+	var r recorded
+	read(t, "testdata/qwen3.cases.json.gz", &r)
 	var wg sync.WaitGroup
 	for range 4 {
 		wg.Go(func() {
-			for _, c := range cases {
+			for _, c := range r.Cases {
 				if !slices.Equal(tok.Encode(c.Text), c.IDs) {
 					t.Errorf("%q differs", c.Text)
 					return
@@ -166,7 +212,7 @@ func TestFingerprintIsOfTheMeaning(t *testing.T) {
 		return tok.Fingerprint()
 	}
 	same := print(func(*Vocabulary) {})
-	fromJSON, err := FromJSON([]byte(`{"model":{"type":"BPE","vocab":{"a":0,"b":1,"ab":2},"merges":["a b"]},"pre_tokenizer":{"type":"ByteLevel"}}`),
+	fromJSON, err := FromJSON([]byte(`{"model":{"type":"BPE","vocab":{"a":0,"b":1,"ab":2},"merges":["a b"]},"pre_tokenizer":{"type":"ByteLevel","add_prefix_space":false}}`),
 		[]byte(`{"bos_token":"a","eos_token":{"content":"b"}}`))
 	if err != nil {
 		t.Fatal(err)

@@ -1,201 +1,233 @@
 package tokenizer
 
 import (
-	"crypto/sha256"
-	"encoding/binary"
-	"encoding/hex"
 	"fmt"
+	"slices"
 	"sort"
 	"strings"
+	"unicode/utf8"
 )
 
 // Vocabulary is a tokenizer as the metadata of a GGUF describes it. Ids are positions in Tokens; -1 stands for none.
 type Vocabulary struct {
-	Model          string // tokenizer.ggml.model: "gpt2" (byte-level BPE) or "llama" (SentencePiece-style BPE)
-	Pre            string // tokenizer.ggml.pre: how gpt2 text is cut into words
-	Tokens         []string
-	Scores         []float32 // llama: higher scores are merged first
-	Types          []int64   // 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte
-	Merges         []string  // gpt2: "left right", in order
-	BOS, EOS, UNK  int32
-	AddBOS, AddEOS bool
-	AddSpacePrefix bool
-	ChatTemplate   string
+	Model         string // tokenizer.ggml.model: "gpt2" (byte-level BPE) or "llama" (SentencePiece-style BPE)
+	Pre           string // tokenizer.ggml.pre: how gpt2 text is cut into words; see PreTokenizers
+	Tokens        []string
+	Scores        []float32 // llama: higher scores are merged first
+	Types         []int64   // 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte
+	Merges        []string  // gpt2: "left right", in order
+	BOS, EOS, UNK int32
+	// Whether BOS and EOS are put around a text and a space before it; nil where the file does not say: then BOS and
+	// the space are for llama, and BOS for the gpt2 kinds that are trained with it, as llama.cpp has it.
+	AddBOS, AddEOS, AddSpacePrefix *bool
+	ChatTemplate                   string
 }
 
 // Token types of GGUF.
 const (
+	typeNormal      = 1
+	typeUnknown     = 2
 	typeControl     = 3
 	typeUserDefined = 4
+	typeUnused      = 5
 )
 
-// Patterns that cut text into words, by GGUF's names for them. They stand in llama.cpp's conversion script as the
-// names of tokenizer.json files whose pre-tokenizers are these.
-const (
-	llama3Pattern = `(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+`
-	qwen2Pattern  = `(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+`
-)
+// splitting is what a name in tokenizer.ggml.pre stands for.
+type splitting struct {
+	names        []string
+	pattern      string // of a Split before the bytes are mapped; "" where ByteLevel itself cuts
+	digits       bool   // each digit is a word
+	nfc          bool
+	ignoreMerges bool
+	addBOS       bool
+	defaults     bool // llama.cpp's own patterns for files that name none
+}
 
-// preTokenizers gives the pre-tokenizer and normalizer behind a GGUF name.
-func preTokenizers(name string) (pre, normalizer *component, ignoreMerges bool, err error) {
-	no := false
-	bytes := component{Type: "ByteLevel", AddPrefixSpace: &no, UseRegex: &no}
-	sequence := func(first component, rest ...component) *component {
-		return &component{Type: "Sequence", PreTokenizers: append([]component{first}, rest...)}
+// splittings lists the known names. Names of one entry differ in llama.cpp by nothing that matters here.
+func splittings() []splitting {
+	return []splitting{
+		{names: []string{"smollm"}, digits: true},
+		{names: []string{"gpt-2", "phi-2"}},
+		{names: []string{"llama-bpe", "llama3", "llama-v3", "falcon3"}, pattern: llama3Pattern, ignoreMerges: true, addBOS: true},
+		{names: []string{"qwen2", "deepseek-r1-qwen"}, pattern: qwen2Pattern, nfc: true},
+		{names: []string{"tekken"}, pattern: tekkenPattern, ignoreMerges: true, addBOS: true},
+		{names: []string{"default", ""}, defaults: true},
 	}
+}
+
+// PreTokenizers lists the values of tokenizer.ggml.pre that FromVocabulary knows; a file without one is read as default.
+func PreTokenizers() []string {
+	var out []string
+	for _, s := range splittings() {
+		for _, name := range s.names {
+			if name != "" {
+				out = append(out, name)
+			}
+		}
+	}
+	return out
+}
+
+// components gives the parts of a tokenizer.json that cut text in the same way.
+func (s splitting) components() (pre, normalizer *component) {
+	no, yes := false, true
+	bytes := component{Type: "ByteLevel", AddPrefixSpace: &no, UseRegex: &no}
 	split := func(p string) component {
 		return component{Type: "Split", Behavior: "Isolated", Pattern: pattern{Regex: p}}
 	}
-	switch name {
-	case "smollm":
-		return sequence(component{Type: "Digits", Individual: true}, component{Type: "ByteLevel", AddPrefixSpace: &no}), nil, false, nil
-	case "gpt-2":
-		return &component{Type: "ByteLevel", AddPrefixSpace: &no}, nil, false, nil
-	case "llama-bpe", "llama3", "llama-v3":
-		return sequence(split(llama3Pattern), bytes), nil, true, nil
-	case "qwen2":
-		return sequence(split(qwen2Pattern), bytes), &component{Type: "NFC"}, false, nil
+	var steps []component
+	switch {
+	case s.defaults:
+		steps = []component{split(`[\p{P}\$\+<=>\^~\|]+`), split(gpt2Pattern), split(`\p{N}+`), split(`[0-9][0-9][0-9]`)}
+	case s.pattern != "":
+		steps = []component{split(s.pattern)}
+	case s.digits:
+		steps = []component{{Type: "Digits", Individual: true}}
+		bytes.UseRegex = &yes
+	default:
+		bytes.UseRegex = &yes
 	}
-	return nil, nil, false, fmt.Errorf("%w: tokenizer.ggml.pre %q (smollm, gpt-2, llama-bpe and qwen2 are known)", ErrUnsupported, name)
+	if s.nfc {
+		normalizer = &component{Type: "NFC"}
+	}
+	return &component{Type: "Sequence", PreTokenizers: append(steps, bytes)}, normalizer
 }
 
-// FromVocabulary makes a tokenizer of a GGUF's vocabulary.
+// FromVocabulary makes a tokenizer of a GGUF's vocabulary. It keeps no reference to v.
 func FromVocabulary(v Vocabulary) (*Tokenizer, error) {
-	t := &Tokenizer{unk: v.UNK, bos: v.BOS, eos: v.EOS, template: v.ChatTemplate}
-	for _, id := range []int32{v.BOS, v.EOS, v.UNK} {
-		if int(id) >= len(v.Tokens) {
-			return nil, fmt.Errorf("%w: special id %d in a vocabulary of %d", ErrCorrupt, id, len(v.Tokens))
+	for name, id := range map[string]*int32{"BOS": &v.BOS, "EOS": &v.EOS, "UNK": &v.UNK} {
+		if *id < 0 {
+			*id = -1
 		}
+		if int(*id) >= len(v.Tokens) {
+			return nil, fmt.Errorf("%w: %s is token %d of %d", ErrCorrupt, name, *id, len(v.Tokens))
+		}
+	}
+	if len(v.Tokens) > maxVocab {
+		return nil, fmt.Errorf("%w: %d tokens", ErrCorrupt, len(v.Tokens))
 	}
 	if len(v.Types) != 0 && len(v.Types) != len(v.Tokens) {
 		return nil, fmt.Errorf("%w: %d token types for %d tokens", ErrCorrupt, len(v.Types), len(v.Tokens))
 	}
+	t := &Tokenizer{unk: -1, bos: v.BOS, eos: v.EOS, template: v.ChatTemplate}
 	vocab := make(map[string]int32, len(v.Tokens))
 	for id, text := range v.Tokens {
+		kind := int64(typeNormal)
+		if len(v.Types) > 0 {
+			kind = v.Types[id]
+		}
+		if text == "" || kind == typeUnused && strings.HasPrefix(text, "[PAD") {
+			continue // converters pad vocabularies with these; no text has them
+		}
 		if old, dup := vocab[text]; dup {
 			return nil, fmt.Errorf("%w: tokens %d and %d are both %q", ErrCorrupt, old, id, text)
 		}
 		vocab[text] = int32(id)
-		if id < len(v.Types) && (v.Types[id] == typeControl || v.Types[id] == typeUserDefined) {
-			t.added = append(t.added, addedToken{ID: int32(id), Content: text, Special: v.Types[id] == typeControl})
+		switch kind {
+		case typeControl, typeUnknown:
+			t.added = append(t.added, addedToken{ID: int32(id), Content: text, Special: true})
+		case typeUserDefined:
+			t.added = append(t.added, addedToken{ID: int32(id), Content: text})
 		}
 	}
 	if err := t.setVocab(vocab); err != nil {
 		return nil, err
 	}
-	var merges [][2]string
+	t.tokens = append(t.tokens, make([]string, len(v.Tokens)-len(t.tokens))...)
+	var addBOS bool
+	var err error
 	switch v.Model {
 	case "gpt2":
-		var err error
-		if t.preTokenizer, t.normalizer, t.ignoreMerges, err = preTokenizers(v.Pre); err != nil {
-			return nil, err
-		}
-		t.decoder = &component{Type: "ByteLevel"}
-		for _, m := range v.Merges {
-			left, right, ok := strings.Cut(m, " ")
-			if !ok {
-				return nil, fmt.Errorf("%w: merge %q", ErrCorrupt, m)
-			}
-			merges = append(merges, [2]string{left, right})
-		}
+		addBOS, err = t.byteLevelOf(v)
 	case "llama":
-		if len(v.Scores) != len(v.Tokens) {
-			return nil, fmt.Errorf("%w: %d scores for %d tokens", ErrCorrupt, len(v.Scores), len(v.Tokens))
-		}
-		merges = scoredMerges(v, vocab)
-		t.byteFallback, t.fuseUnk = true, true
-		steps := []component{{Type: "Replace", Pattern: pattern{String: " "}, Content: "▁"}}
-		decode := []component{{Type: "Replace", Pattern: pattern{String: "▁"}, Content: " "}, {Type: "ByteFallback"}, {Type: "Fuse"}}
-		if v.AddSpacePrefix {
-			steps = append([]component{{Type: "Prepend", Prepend: "▁"}}, steps...)
-			decode = append(decode, component{Type: "Strip", Content: " ", Start: 1})
-		}
-		t.normalizer = &component{Type: "Sequence", Normalizers: steps}
-		t.decoder = &component{Type: "Sequence", Decoders: decode}
+		addBOS, err = true, t.sentencePieceOf(v)
 	default:
-		return nil, fmt.Errorf("%w: tokenizer.ggml.model %q (gpt2 and llama are known)", ErrUnsupported, v.Model)
+		err = fmt.Errorf("%w: tokenizer.ggml.model %q (gpt2 and llama are known)", ErrUnsupported, v.Model)
 	}
-	if err := t.setMerges(merges); err != nil {
+	if err != nil {
 		return nil, err
 	}
-	if v.AddBOS && v.BOS >= 0 {
+	if yes(v.AddBOS, addBOS) && v.BOS >= 0 {
 		t.prefix = []int32{v.BOS}
 	}
-	if v.AddEOS && v.EOS >= 0 {
+	if yes(v.AddEOS, false) && v.EOS >= 0 {
 		t.suffix = []int32{v.EOS}
 	}
 	return t, t.finish()
 }
 
-// scoredMerges lists the pairs of tokens that make a token, the best score first: SentencePiece merges whatever pair
-// gives the best token, and so has no list. This is how Hugging Face converts such a vocabulary.
-func scoredMerges(v Vocabulary, vocab map[string]int32) [][2]string {
-	type scored struct {
-		left, right string
-		score       float32
-		l, r        int32
+// byteLevelOf sets up a gpt2 vocabulary and says whether texts begin with BOS by default.
+func (t *Tokenizer) byteLevelOf(v Vocabulary) (addBOS bool, err error) {
+	all := splittings()
+	i := slices.IndexFunc(all, func(s splitting) bool { return slices.Contains(s.names, v.Pre) })
+	if i < 0 {
+		return false, fmt.Errorf("%w: tokenizer.ggml.pre %q (%s are known)", ErrUnsupported, v.Pre, strings.Join(PreTokenizers(), ", "))
 	}
-	var all []scored
-	for id, text := range v.Tokens {
-		if id < len(v.Types) && v.Types[id] != 1 {
-			continue
+	t.preTokenizer, t.normalizer = all[i].components()
+	t.ignoreMerges = all[i].ignoreMerges
+	t.decoder = &component{Type: "ByteLevel"}
+	merges := make([][2]string, len(v.Merges))
+	for i, m := range v.Merges {
+		left, right, ok := strings.Cut(m, " ")
+		if !ok {
+			return false, fmt.Errorf("%w: merge %d is %q, not a pair", ErrCorrupt, i, m)
 		}
-		for i := range text {
-			if i == 0 {
-				continue
-			}
-			l, ok1 := vocab[text[:i]]
-			r, ok2 := vocab[text[i:]]
-			if ok1 && ok2 {
-				all = append(all, scored{text[:i], text[i:], v.Scores[id], l, r})
-			}
-		}
+		merges[i] = [2]string{left, right}
 	}
-	sort.SliceStable(all, func(i, j int) bool {
-		a, b := all[i], all[j]
-		if a.score != b.score {
-			return a.score > b.score
-		}
-		if a.l != b.l {
-			return a.l < b.l
-		}
-		return a.r < b.r
-	})
-	out := make([][2]string, len(all))
-	for i, m := range all {
-		out[i] = [2]string{m.left, m.right}
-	}
-	return out
+	return all[i].addBOS, t.setMerges(merges)
 }
 
-// Fingerprint is the SHA-256, in hex, of what the tokenizer does: the text of every id, the merges in order, and the
-// ids of BOS and EOS. A GGUF and the folder that it was made from have the same, as long as neither pads the
-// vocabulary: how text is normalised and cut into words is spelt differently by the two formats and is left out.
-func (t *Tokenizer) Fingerprint() string {
-	h := sha256.New()
-	number := func(n int32) {
-		var b [4]byte
-		binary.LittleEndian.PutUint32(b[:], uint32(n))
-		h.Write(b[:])
+// sentencePieceOf sets up a llama vocabulary.
+func (t *Tokenizer) sentencePieceOf(v Vocabulary) error {
+	if len(v.Scores) != len(v.Tokens) {
+		return fmt.Errorf("%w: %d scores for %d tokens", ErrCorrupt, len(v.Scores), len(v.Tokens))
 	}
-	text := func(s string) {
-		number(int32(len(s)))
-		h.Write([]byte(s))
+	for id, s := range v.Scores {
+		if s != s {
+			return fmt.Errorf("%w: the score of token %d is not a number", ErrCorrupt, id)
+		}
 	}
-	number(int32(len(t.tokens)))
-	for _, s := range t.tokens {
-		text(s)
+	t.unk, t.byteFallback, t.fuseUnk = v.UNK, true, true
+	t.rules = scoredRules(v, t.ids)
+	steps := []component{{Type: "Replace", Pattern: pattern{String: " "}, Content: spaceMark}}
+	decode := []component{{Type: "Replace", Pattern: pattern{String: spaceMark}, Content: " "}, {Type: "ByteFallback"}, {Type: "Fuse"}}
+	if yes(v.AddSpacePrefix, true) {
+		steps = append([]component{{Type: "Prepend", Prepend: spaceMark}}, steps...)
+		decode = append(decode, component{Type: "Strip", Content: " ", Start: 1})
 	}
-	merges := make([]pair, 0, len(t.rules))
-	for p := range t.rules {
-		merges = append(merges, p)
+	t.normalizer = &component{Type: "Sequence", Normalizers: steps}
+	t.decoder = &component{Type: "Sequence", Decoders: decode}
+	return nil
+}
+
+// scoredRules lists the pairs of tokens that make a token, in place of the merges that SentencePiece does without: it
+// joins whatever pair makes the token with the best score, the leftmost where scores are equal (Kudo & Richardson 2018,
+// section 3.1). Equal scores have equal ranks.
+func scoredRules(v Vocabulary, vocab map[string]int32) map[pair]rule {
+	normal := make([]int32, 0, len(v.Tokens))
+	for id := range v.Tokens {
+		if v.Tokens[id] != "" && (len(v.Types) == 0 || v.Types[id] == typeNormal) {
+			normal = append(normal, int32(id))
+		}
 	}
-	sort.Slice(merges, func(i, j int) bool { return t.rules[merges[i]].rank < t.rules[merges[j]].rank })
-	for _, p := range merges {
-		number(p.left)
-		number(p.right)
+	sort.SliceStable(normal, func(i, j int) bool { return v.Scores[normal[i]] > v.Scores[normal[j]] })
+	rules := make(map[pair]rule, 2*len(normal))
+	rank := int32(0)
+	for n, id := range normal {
+		if n > 0 && v.Scores[id] != v.Scores[normal[n-1]] {
+			rank++
+		}
+		text := v.Tokens[id]
+		for i := range text {
+			if i == 0 || !utf8.RuneStart(text[i]) {
+				continue
+			}
+			left, ok1 := vocab[text[:i]]
+			right, ok2 := vocab[text[i:]]
+			if ok1 && ok2 {
+				rules[pair{left, right}] = rule{rank, id}
+			}
+		}
 	}
-	number(t.bos)
-	number(t.eos)
-	return hex.EncodeToString(h.Sum(nil))
+	return rules
 }
