@@ -280,7 +280,8 @@ func (c Cache) inFlight(q Policy, at At) int {
 	case H2O:
 		evict = q.Evict
 	}
-	own := c.kept(q, at, room).Blocks
+	// With room for a chunk two regions can be one, and so need fewer blocks than what is left in the end.
+	own := max(c.kept(q, at, room).Blocks, c.kept(q, at, 0).Blocks)
 	if evict == EvictAlways {
 		return own
 	}
