@@ -2,8 +2,10 @@ package model
 
 import (
 	"fmt"
+	"math"
 	"strings"
 
+	"github.com/kvprofile/kvprofile/internal/dtype"
 	"github.com/kvprofile/kvprofile/internal/engine"
 	"github.com/kvprofile/kvprofile/internal/gguf"
 )
@@ -59,6 +61,9 @@ func ggufConfig(f *gguf.File) (engine.Config, error) {
 	default:
 		return engine.Config{}, fmt.Errorf("%w: architecture %q (llama, mistral, qwen2 and qwen3 are read)", ErrUnsupported, arch)
 	}
+	if n, _ := f.Metadata["split.count"].(uint64); n > 1 {
+		return engine.Config{}, fmt.Errorf("%w: one of %d parts of a split GGUF: merge them first (llama-gguf-split --merge)", ErrUnsupported, n)
+	}
 	var err error
 	number := func(key string, fallback int, required bool) int {
 		switch v := f.Metadata[arch+"."+key].(type) {
@@ -98,14 +103,26 @@ func ggufConfig(f *gguf.File) (engine.Config, error) {
 	if err != nil {
 		return c, err
 	}
-	if c.Heads > 0 {
-		c.HeadDim = number("attention.key_length", c.Hidden/c.Heads, false)
+	if c.Heads == 0 {
+		return c, fmt.Errorf("%w: metadata %s.attention.head_count: no query heads", ErrCorrupt, arch)
+	}
+	c.HeadDim = number("attention.key_length", c.Hidden/c.Heads, false)
+	if n := number("attention.value_length", c.HeadDim, false); n != c.HeadDim {
+		return c, fmt.Errorf("%w: values of %d dimensions beside keys of %d", ErrUnsupported, n, c.HeadDim)
 	}
 	if n := number("rope.dimension_count", c.HeadDim, false); n != c.HeadDim {
 		return c, fmt.Errorf("%w: rope turns %d of %d dimensions of a head", ErrUnsupported, n, c.HeadDim)
 	}
 	if n := number("expert_count", 0, false); n > 0 {
 		return c, fmt.Errorf("%w: a mixture of %d experts", ErrUnsupported, n)
+	}
+	for _, key := range []string{"attention.scale", "logit_scale", "residual_scale", "embedding_scale", "rope.scale_linear", "attention.clamp_kqv"} {
+		if v, ok := f.Metadata[arch+"."+key]; ok {
+			return c, fmt.Errorf("%w: metadata %s.%s is %v", ErrUnsupported, arch, key, v)
+		}
+	}
+	if err := withinReason(c); err != nil {
+		return c, err
 	}
 	if w := number("attention.sliding_window", 0, false); w > 0 {
 		c.SlidingWindow = make([]int, c.Layers)
@@ -119,19 +136,32 @@ func ggufConfig(f *gguf.File) (engine.Config, error) {
 		c.RoPE.Scaling = &engine.RoPEScaling{Kind: kind, Factor: float("rope.scaling.factor", 1)}
 	case "yarn":
 		c.RoPE.Scaling = &engine.RoPEScaling{Kind: kind, Factor: float("rope.scaling.factor", 1),
-			OriginalMaxPosition: number("rope.scaling.original_context_length", c.MaxPosition, false)}
+			OriginalMaxPosition: number("rope.scaling.original_context_length", c.MaxPosition, false),
+			BetaFast:            float("rope.scaling.yarn_beta_fast", 0), BetaSlow: float("rope.scaling.yarn_beta_slow", 0)}
+		if v := float("rope.scaling.attn_factor", 1); v != 1 {
+			return c, fmt.Errorf("%w: metadata %s.rope.scaling.attn_factor is %g", ErrUnsupported, arch, v)
+		}
 	default:
 		return c, fmt.Errorf("%w: rope scaling %q", ErrUnsupported, kind)
+	}
+	if s := c.RoPE.Scaling; s != nil && !(s.Factor >= 1) {
+		return c, fmt.Errorf("%w: metadata %s.rope.scaling.factor is %g", ErrCorrupt, arch, s.Factor)
 	}
 	for _, t := range f.Tensors {
 		switch t.Name {
 		case "token_embd.weight":
 			c.Vocab = t.Shape[0]
 		case "rope_freqs.weight":
+			if len(t.Shape) != 1 || t.Shape[0] != c.HeadDim/2 || t.DType != dtype.F32 {
+				return c, fmt.Errorf("%w: tensor %s is %v %v, want F32 [%d]", ErrShape, t.Name, t.DType, t.Shape, c.HeadDim/2)
+			}
 			d := make([]float32, t.Shape[0])
 			t.DType.Decode(d, t.Data)
 			c.RoPE.Scaling = &engine.RoPEScaling{Kind: "llama3"}
 			for _, v := range d {
+				if !(v > 0) || math.IsInf(float64(v), 0) {
+					return c, fmt.Errorf("%w: tensor %s holds %g", ErrCorrupt, t.Name, v)
+				}
 				c.RoPE.Scaling.Divisors = append(c.RoPE.Scaling.Divisors, float64(v))
 			}
 		}

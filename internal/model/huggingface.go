@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"slices"
 	"sort"
+	"strings"
 
 	"github.com/kvprofile/kvprofile/internal/engine"
 	"github.com/kvprofile/kvprofile/internal/safetensors"
@@ -46,7 +47,8 @@ type configJSON struct {
 
 type ropeJSON struct {
 	RopeType                      string   `json:"rope_type"`
-	Type                          string   `json:"type"` // the older name
+	FullAttention                 any      `json:"full_attention"` // each kind of layer has its own: not of our architectures
+	Type                          string   `json:"type"`           // the older name
 	RopeTheta                     *float64 `json:"rope_theta"`
 	Factor                        float64  `json:"factor"`
 	LowFreqFactor                 float64  `json:"low_freq_factor"`
@@ -85,10 +87,33 @@ func or[T any](p *T, fallback T) T {
 	return *p
 }
 
+// parseConfig fills in what transformers takes an absent member for, which is not what it takes null for.
+func parseConfig(data []byte) (j configJSON, err error) {
+	var kind struct {
+		ModelType string `json:"model_type"`
+	}
+	if err := json.Unmarshal(data, &kind); err != nil {
+		return j, err
+	}
+	defaults := map[string]struct{ kvHeads, headDim, window int }{"mistral": {kvHeads: 8, window: 4096}, "qwen2": {kvHeads: 32, window: 4096}, "qwen3": {kvHeads: 32, headDim: 128, window: 4096}}
+	if d, ok := defaults[kind.ModelType]; ok {
+		j.NumKeyValueHeads, j.SlidingWindow = &d.kvHeads, &d.window
+		if d.headDim > 0 {
+			j.HeadDim = &d.headDim
+		}
+		if strings.HasPrefix(kind.ModelType, "qwen") {
+			layers := 28
+			j.MaxWindowLayers = &layers
+		}
+	}
+	err = json.Unmarshal(data, &j)
+	return j, err
+}
+
 // huggingFaceConfig reads a config.json. What would change the mathematics and is not implemented is refused.
 func huggingFaceConfig(data []byte) (engine.Config, configJSON, error) {
-	var j configJSON
-	if err := json.Unmarshal(data, &j); err != nil {
+	j, err := parseConfig(data)
+	if err != nil {
 		return engine.Config{}, j, fmt.Errorf("%w: config.json: %w", ErrCorrupt, err)
 	}
 	unsupported := func(format string, args ...any) (engine.Config, configJSON, error) {
@@ -102,7 +127,7 @@ func huggingFaceConfig(data []byte) (engine.Config, configJSON, error) {
 	switch {
 	case j.HiddenAct != "silu" && j.HiddenAct != "":
 		return unsupported("hidden_act %q (silu is known)", j.HiddenAct)
-	case j.AttentionBias, j.MLPBias:
+	case j.AttentionBias && j.ModelType != "qwen2", j.MLPBias: // Qwen2 ignores the first: its q, k and v always have a bias
 		return unsupported("attention_bias or mlp_bias")
 	case or(j.PartialRotaryFactor, 1) != 1:
 		return unsupported("partial_rotary_factor %g", *j.PartialRotaryFactor)
@@ -129,6 +154,9 @@ func huggingFaceConfig(data []byte) (engine.Config, configJSON, error) {
 		if kind == "" {
 			kind = rope.Type
 		}
+		if rope.FullAttention != nil {
+			return unsupported("rope parameters for each kind of layer")
+		}
 		if or(rope.PartialRotaryFactor, 1) != 1 {
 			return unsupported("partial_rotary_factor %g", *rope.PartialRotaryFactor)
 		}
@@ -150,8 +178,8 @@ func huggingFaceConfig(data []byte) (engine.Config, configJSON, error) {
 			return unsupported("rope scaling %q (linear, llama3 and yarn are known)", kind)
 		}
 	}
-	if c.Layers < 0 || c.Layers > 1<<16 {
-		return engine.Config{}, j, fmt.Errorf("%w: config.json: %d layers", ErrCorrupt, c.Layers)
+	if err := withinReason(c); err != nil {
+		return engine.Config{}, j, fmt.Errorf("config.json: %w", err)
 	}
 	if window := or(j.SlidingWindow, 0); window > 0 {
 		// Qwen has the key even where it is off; Mistral's is always on.
@@ -164,8 +192,11 @@ func huggingFaceConfig(data []byte) (engine.Config, configJSON, error) {
 		any := false
 		for l := range windows {
 			slides := on && l >= first
-			if len(j.LayerTypes) == c.Layers {
-				slides = j.LayerTypes[l] == "sliding_attention"
+			if strings.HasPrefix(j.ModelType, "qwen") && j.LayerTypes != nil {
+				if len(j.LayerTypes) != c.Layers {
+					return engine.Config{}, j, fmt.Errorf("%w: config.json: %d layer_types for %d layers", ErrCorrupt, len(j.LayerTypes), c.Layers)
+				}
+				slides = on && j.LayerTypes[l] == "sliding_attention"
 			}
 			if slides {
 				windows[l], any = window, true
@@ -188,9 +219,22 @@ func (m *Model) openHuggingFace(dir string) error {
 	if m.Config, j, err = huggingFaceConfig(data); err != nil {
 		return err
 	}
-	m.EOS = j.EOSTokenID
 	if err := m.Config.Validate(); err != nil {
 		return fmt.Errorf("%w: config.json: %w", ErrCorrupt, err)
+	}
+	m.addEOS(j.EOSTokenID...)
+	// A fine-tune for chat often names the end of a turn only here.
+	switch data, err := os.ReadFile(filepath.Join(dir, "generation_config.json")); {
+	case err == nil:
+		var g struct {
+			EOSTokenID tokenIDsJSON `json:"eos_token_id"`
+		}
+		if err := json.Unmarshal(data, &g); err != nil {
+			return fmt.Errorf("%w: generation_config.json: %w", ErrCorrupt, err)
+		}
+		m.addEOS(g.EOSTokenID...)
+	case !errors.Is(err, os.ErrNotExist):
+		return err
 	}
 	files, err := weightFiles(dir)
 	if err != nil {
@@ -209,6 +253,9 @@ func (m *Model) openHuggingFace(dir string) error {
 			return fmt.Errorf("%w: %s: %w", ErrCorrupt, file, err)
 		}
 		for _, t := range tensors {
+			if strings.HasSuffix(t.Name, ".rotary_emb.inv_freq") { // old checkpoints keep this table, which follows from the configuration
+				continue
+			}
 			if old, dup := m.tensors[t.Name]; dup {
 				return fmt.Errorf("%w: tensor %s stands in %s and in %s", ErrCorrupt, t.Name, old.file, file)
 			}

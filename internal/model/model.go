@@ -50,17 +50,21 @@ type tensor struct {
 	rowMap []int32
 }
 
-// Open reads the model at path: a folder with config.json and safetensors, or a GGUF file.
+// Open reads the model at path: a folder with config.json and safetensors, a GGUF file, or a folder with one GGUF and
+// no config.json.
 func Open(path string) (*Model, error) {
 	info, err := os.Stat(path)
 	if err != nil {
 		return nil, fmt.Errorf("open model: %w", err)
 	}
 	m := &Model{Path: path, tensors: map[string]tensor{}}
-	if info.IsDir() {
-		err = m.openHuggingFace(path)
-	} else {
+	switch file := onlyGGUF(path); {
+	case !info.IsDir():
 		err = m.openGGUF(path)
+	case file != "":
+		err = m.openGGUF(file)
+	default:
+		err = m.openHuggingFace(path)
 	}
 	if err == nil {
 		err = m.check()
@@ -69,6 +73,28 @@ func Open(path string) (*Model, error) {
 		return nil, errors.Join(fmt.Errorf("model %s: %w", path, err), m.Close())
 	}
 	return m, nil
+}
+
+// onlyGGUF is the path of a folder's GGUF, when it has exactly one and no config.json: what the hub's cache holds of a
+// repository of GGUFs from which one was fetched.
+func onlyGGUF(dir string) string {
+	if _, err := os.Stat(filepath.Join(dir, "config.json")); !errors.Is(err, os.ErrNotExist) {
+		return ""
+	}
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return ""
+	}
+	found := ""
+	for _, e := range entries {
+		if strings.EqualFold(filepath.Ext(e.Name()), ".gguf") {
+			if found != "" {
+				return ""
+			}
+			found = filepath.Join(dir, e.Name())
+		}
+	}
+	return found
 }
 
 // Close unmaps the files.
@@ -132,6 +158,31 @@ func (m *Model) openGGUF(path string) error {
 		m.tensors[name] = s
 	}
 	return m.vocabularyOf(f)
+}
+
+// addEOS notes ids that end a generation, each once.
+func (m *Model) addEOS(ids ...int32) {
+	for _, id := range ids {
+		if id >= 0 && int(id) < m.Config.Vocab && !slices.Contains(m.EOS, id) {
+			m.EOS = append(m.EOS, id)
+		}
+	}
+}
+
+// withinReason refuses sizes that no model has, before memory is set aside for them: a header is cheap to forge. What
+// passes is compared with the tensors later.
+func withinReason(c engine.Config) error {
+	for _, f := range []struct {
+		name        string
+		value, most int
+	}{{"layers", c.Layers, 1 << 16}, {"query heads", c.Heads, 1 << 14}, {"KV heads", c.KVHeads, 1 << 14}, {"dimensions of a head", c.HeadDim, 1 << 14},
+		{"values in the hidden state", c.Hidden, 1 << 20}, {"values in the MLP", c.Intermediate, 1 << 22}, {"tokens in the vocabulary", c.Vocab, 1 << 24},
+		{"values in the query heads", c.QueryWidth(), 1 << 20}} {
+		if f.value < 0 || f.value > f.most {
+			return fmt.Errorf("%w: %d %s (at most %d)", ErrCorrupt, f.value, f.name, f.most)
+		}
+	}
+	return nil
 }
 
 // wanted lists the tensors that the configuration needs, with their shapes.

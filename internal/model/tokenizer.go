@@ -25,13 +25,27 @@ func (m *Model) readTokenizer(dir string) error {
 		return err
 	}
 	if m.Tokenizer, err = tokenizer.FromJSON(main, config); err != nil {
-		return fmt.Errorf("%s: %w", dir, err)
+		return tokenizerError(err)
+	}
+	if id, ok := m.Tokenizer.EOS(); ok {
+		m.addEOS(id)
 	}
 	template := m.Tokenizer.ChatTemplate()
-	if file, err := os.ReadFile(filepath.Join(dir, "chat_template.jinja")); err == nil {
+	switch file, err := os.ReadFile(filepath.Join(dir, "chat_template.jinja")); {
+	case err == nil:
 		template = string(file)
+	case !errors.Is(err, os.ErrNotExist):
+		return err
 	}
 	return m.parseChat(template)
+}
+
+// tokenizerError sorts an error of package tokenizer into those of this package.
+func tokenizerError(err error) error {
+	if errors.Is(err, tokenizer.ErrUnsupported) {
+		return fmt.Errorf("%w: %w", ErrUnsupported, err)
+	}
+	return fmt.Errorf("%w: %w", ErrCorrupt, err)
 }
 
 // parseChat prepares the chat template; "" means that the model has none.
@@ -46,8 +60,10 @@ func (m *Model) parseChat(template string) error {
 		return m.Tokenizer.Token(id)
 	}
 	var err error
-	m.Chat, err = chat.Parse(template, text(m.Tokenizer.BOS()), text(m.Tokenizer.EOS()))
-	return err
+	if m.Chat, err = chat.Parse(template, text(m.Tokenizer.BOS()), text(m.Tokenizer.EOS())); err != nil {
+		return fmt.Errorf("%w: chat template: %w", ErrUnsupported, err)
+	}
+	return nil
 }
 
 // vocabularyOf reads the tokenizer that the metadata of a GGUF describes.
@@ -85,10 +101,8 @@ func (m *Model) vocabularyOf(f *gguf.File) error {
 	v.AddBOS, v.AddEOS, v.AddSpacePrefix = flag("add_bos_token"), flag("add_eos_token"), flag("add_space_prefix")
 	var err error
 	if m.Tokenizer, err = tokenizer.FromVocabulary(v); err != nil {
-		return err
+		return tokenizerError(err)
 	}
-	if v.EOS >= 0 {
-		m.EOS = []int32{v.EOS}
-	}
+	m.addEOS(v.EOS, id("eot_token_id"))
 	return m.parseChat(v.ChatTemplate)
 }
