@@ -18,7 +18,7 @@ type wordTokenizer struct {
 	bos      string
 }
 
-const wordVocab = 1 << 24
+const wordVocab = 1<<31 - 1
 
 var (
 	wordPieces = regexp.MustCompile(`<\|[a-z_]+\|>| ?[\p{L}']+|[0-9]| ?[^\s\p{L}0-9]+\n*|\n+| +`)

@@ -1,6 +1,7 @@
 package datasets
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -154,6 +155,17 @@ func Load(path string) (d *Dataset, err error) {
 }
 
 func read(f io.ReaderAt, size int64) (*Dataset, error) {
+	// The reader allocates what the footer's length says before it reads it.
+	var end [8]byte
+	if size < 12 {
+		return nil, fmt.Errorf("%w: %d bytes are no Parquet file", ErrNotDataset, size)
+	}
+	if _, err := f.ReadAt(end[:], size-8); err != nil {
+		return nil, err
+	}
+	if n := int64(binary.LittleEndian.Uint32(end[:])); n > size-12 {
+		return nil, fmt.Errorf("%w: its footer of %d bytes does not fit in a file of %d", ErrNotDataset, n, size)
+	}
 	file, err := parquet.OpenFile(f, size)
 	if err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrNotDataset, err)

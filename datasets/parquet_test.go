@@ -120,7 +120,8 @@ func TestLoadRefuses(t *testing.T) {
 	if _, err := Load(filepath.Join(dir, "none")); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("missing file: %v", err)
 	}
-	for name, data := range map[string][]byte{"empty": {}, "text": []byte("hello"), "magic only": []byte("PAR1PAR1")} {
+	for name, data := range map[string][]byte{"empty": {}, "text": []byte("hello"), "magic only": []byte("PAR1PAR1"),
+		"huge footer": append(bytes.Clone(good[:len(good)-8]), "\xff\xff\xff\xffPAR1"...)} {
 		if _, err := Load(put(data)); !errors.Is(err, ErrNotDataset) {
 			t.Errorf("%s: %v", name, err)
 		}

@@ -146,11 +146,29 @@ func (g *prose) paragraph() {
 	g.focus = -1
 }
 
+// sentence draws a shape; now and then it joins several to a longer sentence.
 func (g *prose) sentence() string {
+	s := g.shape()
+	for range 3 {
+		if !joinable(s) || !g.chance(0.2) {
+			break
+		}
+		more := g.shape()
+		if !joinable(more) {
+			break
+		}
+		s = strings.TrimSuffix(s, ".") + g.any([]string{", and ", ", but ", "; ", ", while ", ", and then ", ", though ", " - "}) + more
+	}
+	return capitalise(s)
+}
+
+func joinable(s string) bool { return strings.HasSuffix(s, ".") && !strings.Contains(s, "\"") }
+
+func (g *prose) shape() string {
 	n := g.r.IntN(g.weight)
 	for _, s := range g.shapes {
 		if n -= s.weight; n < 0 {
-			return capitalise(s.make())
+			return s.make()
 		}
 	}
 	return ""
