@@ -362,7 +362,8 @@ func round(shares []float64, least, most []int, total int) []int {
 			x = r
 		}
 		out[l] = min(max(int(math.Floor(x)), least[l]), most[l])
-		rest[l], order[l] = x-float64(out[l]), l
+		// In whole billionths: remainders that are equal but for rounding errors are equal.
+		rest[l], order[l] = math.Round((x-float64(out[l]))*1e9), l
 		left -= out[l]
 	}
 	slices.SortFunc(order, func(a, b int) int {
