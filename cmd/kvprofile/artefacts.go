@@ -17,14 +17,16 @@ import (
 
 // Names of what the stages leave in a run folder.
 const (
-	modelFile   = "model.json"
-	trainFile   = "datasets/train.parquet"
-	needlesFile = "datasets/needles.parquet"
-	recordDir   = "record"
-	gatesDir    = "gates"
-	fastgenFile = "fastgen.json"
-	pyramidFile = "pyramid.json"
-	planFile    = "plan.json"
+	modelFile     = "model.json"
+	trainFile     = "datasets/train.parquet"
+	needlesFile   = "datasets/needles.parquet"
+	recordDir     = "record"
+	trainedDir    = "trained" // gates as trained
+	gatesDir      = "gates"   // with the scores that they are compared with
+	checkpointDir = "checkpoint"
+	fastgenFile   = "fastgen.json"
+	pyramidFile   = "pyramid.json"
+	planFile      = "plan.json"
 )
 
 const (

@@ -108,12 +108,15 @@ again with the same flags, it goes on and ends with the same bytes.`,
 				return err
 			}
 			defer s.Close()
-			var inputs []input
-			inputs = append(inputs, input{"dataset", dataset})
-			if record != "" {
-				inputs = append(inputs, input{"record", record})
+			if err := s.distill(cmd.Context(), d, input{"dataset", dataset}, r.Options); err != nil {
+				return err
 			}
-			if err := s.distill(cmd.Context(), d, inputs, r.Options, record); err != nil {
+			if record == "" {
+				if _, err := os.Stat(s.folder.Path(recordDir)); err == nil {
+					record = s.folder.Path(recordDir)
+				}
+			}
+			if err := s.scores(cmd.Context(), d, input{"dataset", dataset}, record, a.shared.seed); err != nil {
 				return err
 			}
 			return a.showGates(s.folder.Path(gatesDir))
@@ -122,7 +125,7 @@ again with the same flags, it goes on and ends with the same bytes.`,
 	f := c.Flags()
 	f.SortFlags = false
 	f.StringVar(&dataset, "dataset", "", "passkeys to train on")
-	f.StringVar(&record, "record", "", "attention record whose scores are compared with the gates")
+	f.StringVar(&record, "record", "", "attention record whose scores are compared with the gates (default: the one in the run folder)")
 	flags.add(f)
 	return c
 }
@@ -133,43 +136,70 @@ const (
 	dataLightTokens = 512
 )
 
-// distill is the stage that trains the gates, adds the cheap scores and their agreement.
-func (s *session) distill(ctx context.Context, d *datasets.Dataset, in []input, o distill.Options, record string) error {
-	inputs, err := s.inputs(in)
+// distill is the stage that trains the gates.
+func (s *session) distill(ctx context.Context, d *datasets.Dataset, in input, o distill.Options) error {
+	inputs, err := s.inputs([]input{in})
 	if err != nil {
 		return err
 	}
-	stage := run.Stage{Name: "distill", Settings: o, Inputs: inputs, Outputs: []string{gatesDir}, Costly: true}
+	stage := run.Stage{Name: "distill", Settings: o, Inputs: inputs, Outputs: []string{trainedDir}, Scratch: []string{checkpointDir}, Costly: true}
+	o.Model, o.Checkpoint = identity(s.print), s.folder.Path(checkpointDir)
 	return s.do(ctx, stage, func(ctx context.Context) error {
 		m, err := s.engine()
 		if err != nil {
 			return err
 		}
-		g, err := s.train(ctx, m, d, o, record)
-		if err != nil {
+		if err := os.MkdirAll(o.Checkpoint, 0o777); err != nil {
 			return err
 		}
-		if err := g.Save(s.folder.Path(gatesDir)); err != nil {
-			return err
+		t := s.app.ui.Begin("distill", o.Steps)
+		g, err := distill.Train(ctx, m, d, o, func(p distill.Progress) {
+			if p.Step == p.Resumed+1 {
+				t.Set(p.Resumed, p.Steps, "")
+			}
+			t.Set(p.Step, p.Steps, fmt.Sprintf("loss %.4g, mean gate %.3f", p.Point.Loss, p.Point.Mean))
+		})
+		if err == nil {
+			err = g.Save(s.folder.Path(trainedDir))
 		}
-		// Only now: until the gates are whole, an interrupted run needs the checkpoint.
-		return os.Remove(s.folder.Path(gatesDir, distill.CheckpointFile))
+		t.End(err)
+		return err
 	})
 }
 
-func (s *session) train(ctx context.Context, m *engine.Model, d *datasets.Dataset, o distill.Options, record string) (*distill.Gates, error) {
-	o.Model = identity(s.print)
-	o.Checkpoint = s.folder.Path(gatesDir)
-	t := s.app.ui.Begin("distill", o.Steps)
-	g, err := distill.Train(ctx, m, d, o, func(p distill.Progress) {
-		if p.Step == p.Resumed+1 {
-			t.Set(p.Resumed, p.Steps, "")
-		}
-		t.Set(p.Step, p.Steps, fmt.Sprintf("loss %.4g, mean gate %.3f", p.Point.Loss, p.Point.Mean))
-	})
-	t.End(err)
+// scores is the stage that puts cheaper scores beside the trained gates, with their rank correlations. It is apart from
+// the training, so that another record does not make that begin anew.
+func (s *session) scores(ctx context.Context, d *datasets.Dataset, in input, record string, seed uint64) error {
+	from := []input{{"trained", s.folder.Path(trainedDir)}, in}
+	if record != "" {
+		from = append(from, input{"record", record})
+	}
+	inputs, err := s.inputs(from)
 	if err != nil {
-		return nil, err
+		return err
+	}
+	settings := struct {
+		Texts  int    `json:"texts"`
+		Tokens int    `json:"tokens"`
+		Seed   uint64 `json:"seed"`
+	}{dataLightTexts, dataLightTokens, seed}
+	return s.do(ctx, run.Stage{Name: "scores", Settings: settings, Inputs: inputs, Outputs: []string{gatesDir}}, func(ctx context.Context) error {
+		m, err := s.engine()
+		if err != nil {
+			return err
+		}
+		t := s.app.ui.Begin("scores", 0)
+		err = score(ctx, m, d, s.folder.Path(trainedDir), record, s.folder.Path(gatesDir), seed)
+		t.End(err)
+		return err
+	})
+}
+
+// score reads trained gates and writes them with their scores.
+func score(ctx context.Context, m *engine.Model, d *datasets.Dataset, trained, record, dir string, seed uint64) error {
+	g, err := distill.Load(trained)
+	if err != nil {
+		return err
 	}
 	var texts [][]int32
 	for _, s := range d.Samples[:min(dataLightTexts, len(d.Samples))] {
@@ -177,20 +207,20 @@ func (s *session) train(ctx context.Context, m *engine.Model, d *datasets.Datase
 	}
 	light, err := distill.DataLight(ctx, m, texts)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	g.Scores = append(g.Scores, light)
 	if record != "" {
 		scores, err := recordScores(record)
 		if err != nil {
-			return nil, err
+			return err
 		}
 		g.Scores = append(g.Scores, scores...)
 	}
-	if err := g.Agree(o.Seed); err != nil {
-		return nil, err
+	if err := g.Agree(seed); err != nil {
+		return err
 	}
-	return g, nil
+	return g.Save(dir)
 }
 
 // showGates says what came out of a training.

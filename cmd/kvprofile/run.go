@@ -198,7 +198,10 @@ func (s *session) all(ctx context.Context, p *pipeline) error {
 		return err
 	}
 	record := input{"record", at(recordDir)}
-	if err := s.distill(ctx, train, []input{{"dataset", at(trainFile)}, record}, p.distill, record.path); err != nil {
+	if err := s.distill(ctx, train, input{"dataset", at(trainFile)}, p.distill); err != nil {
+		return err
+	}
+	if err := s.scores(ctx, train, input{"dataset", at(trainFile)}, record.path, s.app.shared.seed); err != nil {
 		return err
 	}
 	// Nothing below needs the weights.

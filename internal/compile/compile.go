@@ -2,9 +2,9 @@
 // number of bytes or for a recovery.
 //
 // The recipe: a KV head whose gate is at least tau keeps everything. Below tau it gets the cheapest of streaming and
-// FastGen's policies that recovers the threshold T on the attention record, else top-k with the budget of its layer.
-// tau and the budgets are searched until the kept bytes meet the request (search.go). Everything is deterministic: equal
-// inputs give equal bytes.
+// FastGen's policies that recovers the threshold T on the attention record, if that is not dearer than top-k with the
+// budget of its layer or bytes are left for it; else top-k. tau and the budgets are searched until the kept bytes meet
+// the request (search.go). Everything is deterministic: equal inputs give equal bytes.
 package compile
 
 import (

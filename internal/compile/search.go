@@ -36,7 +36,7 @@ type head struct {
 // state names one plan of the family that is searched. The family is a chain of stages, each dearer than the one
 // before; within a stage one number grows.
 type state struct {
-	relieved  int // so many heads with the lowest gates lose their low option to top-k, where that is cheaper
+	restored  int // so many heads get their low option back though it is dearer than top-k; the highest gates first
 	budget    int // average top-k budget in blocks
 	extra     int // so many first layers have their budget of the next average already
 	retrieval int // so many heads with the highest gates are kept in full
@@ -49,17 +49,20 @@ type family struct {
 	block int
 	// rank lists the heads by falling gate; ties by layer, then KV head.
 	rank []int
-	// layers[b] are the layers' budgets in blocks when the average is b blocks. Entry 0 is unused.
+	// layers[b] are the layers' budgets in blocks when the average is b blocks.
 	layers [][]int
-	// least, start and base are averages in blocks: the smallest, the one under which relief begins, and the pyramid's own.
+	// least, start and base are averages in blocks: the smallest, the one with which heads are first kept in full, and
+	// the pyramid's own.
 	least, start, base int
+	// open is the number of heads with a gate of at least one half.
+	open int
 }
 
 // newFamily orders the heads and fixes the corners of the chain. layers[b] must be given for b from least to the
 // blocks of a full cache; base is the pyramid's average.
 func newFamily(heads []head, block int, layers [][]int, least, base int) *family {
 	f := &family{heads: heads, block: block, layers: layers, least: least, base: min(max(base, least), len(layers)-1)}
-	f.start = max(least, f.base/4)
+	f.start = max(least, f.base/2)
 	f.rank = make([]int, len(heads))
 	for i := range f.rank {
 		f.rank[i] = i
@@ -77,12 +80,17 @@ func newFamily(heads []head, block int, layers [][]int, least, base int) *family
 		}
 		return x.kv - y.kv
 	})
+	for _, h := range heads {
+		if h.gate >= 0.5 {
+			f.open++
+		}
+	}
 	return f
 }
 
 // topK is the option of a head at an average budget.
 func (f *family) topK(h *head, budget, extra int) option {
-	if h.layer < extra {
+	if h.layer < extra && budget+1 < len(f.layers) {
 		budget++
 	}
 	blocks := f.layers[budget][h.layer]
@@ -90,56 +98,60 @@ func (f *family) topK(h *head, budget, extra int) option {
 	return option{kind: kindTopK, tokens: tokens, recovery: h.curve[min(blocks, len(h.curve)-1)]}
 }
 
-// at returns what every head gets in a state.
+// at returns what every head gets in a state: everything to those with the highest gates; to the others their low
+// option where it is not dearer than top-k or has been restored, else top-k.
 func (f *family) at(s state) []option {
 	out := make([]option, len(f.heads))
-	relieved := 0
-	for i := len(f.rank) - 1; i >= 0; i-- { // lowest gate first
-		h := &f.heads[f.rank[i]]
-		o := &out[f.rank[i]]
-		switch {
-		case i < s.retrieval:
-			*o = option{kind: kindFull, tokens: h.full, recovery: 1}
-		case h.low == nil:
-			*o = f.topK(h, s.budget, s.extra)
-		case relieved < s.relieved && f.topK(h, f.start, 0).tokens < h.low.tokens:
-			relieved++
-			*o = f.topK(h, s.budget, s.extra)
-		default:
-			*o = *h.low
+	restored := 0
+	for i, r := range f.rank {
+		h := &f.heads[r]
+		if i < s.retrieval {
+			out[r] = option{kind: kindFull, tokens: h.full, recovery: 1}
+			continue
+		}
+		out[r] = f.topK(h, s.budget, s.extra)
+		if h.low == nil {
+			continue
+		}
+		if h.low.tokens <= out[r].tokens {
+			out[r] = *h.low
+		} else if restored < s.restored {
+			restored++
+			out[r] = *h.low
 		}
 	}
 	return out
 }
 
-// reliefs is the number of heads that relief can change.
-func (f *family) reliefs() int {
-	n := 0
-	for i := range f.heads {
-		if h := &f.heads[i]; h.low != nil && f.topK(h, f.start, 0).tokens < h.low.tokens {
-			n++
-		}
-	}
-	return n
-}
-
 // chain lists the stages from cheap to dear. A stage is used for a request when its cheapest state fits.
+//
+// First all heads share little; then those with gates of at least one half are kept in full, one by one: what gates
+// say comes before all else. Then top-k budgets grow to the pyramid's own, then heads get what recovers the threshold
+// where that is dearer, then the rest is kept in full in the order of the gates.
 func (f *family) chain() [][]state {
-	all := f.reliefs()
-	var squeeze, relief, grow, retrieve []state
+	var squeeze, open, grow, restore, rest []state
 	for b := f.least; b < f.start; b++ {
-		squeeze = append(squeeze, state{relieved: all, budget: b})
+		squeeze = append(squeeze, state{budget: b})
 	}
-	for r := all; r > 0; r-- {
-		relief = append(relief, state{relieved: r, budget: f.start})
+	for m := range f.open {
+		open = append(open, state{budget: f.start, retrieval: m})
 	}
 	for b := f.start; b < f.base; b++ {
-		grow = append(grow, state{budget: b})
+		grow = append(grow, state{budget: b, retrieval: f.open})
 	}
-	for m := 0; m <= len(f.heads); m++ {
-		retrieve = append(retrieve, state{budget: f.base, retrieval: m})
+	low := 0
+	for _, r := range f.rank[f.open:] {
+		if h := &f.heads[r]; h.low != nil && h.low.tokens > f.topK(h, f.base, 0).tokens {
+			low++
+		}
 	}
-	return [][]state{squeeze, relief, grow, retrieve}
+	for r := range low {
+		restore = append(restore, state{budget: f.base, retrieval: f.open, restored: r})
+	}
+	for m := f.open; m <= len(f.heads); m++ {
+		rest = append(rest, state{budget: f.base, retrieval: m, restored: len(f.heads)})
+	}
+	return [][]state{squeeze, open, grow, restore, rest}
 }
 
 // tokens is the sum of what is kept at the context.
@@ -171,7 +183,7 @@ func (f *family) forBudget(target int) (best state, met bool) {
 	for i := len(stages) - 1; i >= 0; i-- {
 		most := -1
 		for _, s := range stages[i] {
-			// The last of equals: it keeps more heads in full, or relieves fewer.
+			// The last of equals: it keeps more heads in full, or restores more.
 			if n := tokens(f.at(s)); n <= target && n >= most {
 				best, most, met = s, n, true
 			}
@@ -179,10 +191,7 @@ func (f *family) forBudget(target int) (best state, met bool) {
 		if !met {
 			continue
 		}
-		if i == len(stages)-1 {
-			best = f.fill(best, target)
-		}
-		return f.refine(best, target), true
+		return f.refine(f.fill(best, target), target), true
 	}
 	least := math.MaxInt
 	for _, stage := range stages {
@@ -195,10 +204,10 @@ func (f *family) forBudget(target int) (best state, met bool) {
 	return best, false
 }
 
-// fill spends what is left, less than one more full head needs, on larger top-k budgets.
+// fill spends what is left, less than the next state of the chain needs, on larger top-k budgets.
 func (f *family) fill(s state, target int) state {
 	best, most := s, tokens(f.at(s))
-	for b := f.base + 1; b < len(f.layers); b++ {
+	for b := s.budget + 1; b < len(f.layers); b++ {
 		s.budget = b
 		if n := tokens(f.at(s)); n <= target && n >= most {
 			best, most = s, n

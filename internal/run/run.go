@@ -248,6 +248,9 @@ type Stage struct {
 	Inputs map[string]string
 	// Outputs are files and folders relative to the run folder, in slashes.
 	Outputs []string
+	// Scratch are files and folders that an interrupted stage goes on from, beside what is in its outputs. They are
+	// removed when the stage is done.
+	Scratch []string `json:"-"`
 	// Costly work of other settings or inputs is not thrown away unasked: Do returns a *StaleError instead.
 	Costly bool `json:"-"`
 }
@@ -315,10 +318,11 @@ func (f *Folder) Do(ctx context.Context, s Stage, work func(context.Context, Sta
 		if r := f.record(s.Name); s.Costly && r != nil && r.Key != key {
 			return state, &StaleError{Dir: f.Dir, Stage: s.Name}
 		}
-		for _, o := range s.Outputs {
-			if err := os.RemoveAll(f.Path(filepath.FromSlash(o))); err != nil {
-				return state, err
-			}
+		if err := f.remove(s.Outputs); err != nil {
+			return state, err
+		}
+		if err := f.remove(s.Scratch); err != nil {
+			return state, err
 		}
 	}
 	start := f.now()
@@ -337,7 +341,19 @@ func (f *Folder) Do(ctx context.Context, s Stage, work func(context.Context, Sta
 		r.Outputs = append(r.Outputs, Output{Path: o, SHA256: digest, Bytes: size})
 	}
 	r.Done, r.Seconds = true, f.now().Sub(start).Seconds()
-	return state, f.put(r)
+	if err := f.put(r); err != nil {
+		return state, err
+	}
+	return state, f.remove(s.Scratch)
+}
+
+func (f *Folder) remove(paths []string) error {
+	for _, p := range paths {
+		if err := os.RemoveAll(f.Path(filepath.FromSlash(p))); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func (f *Folder) record(name string) *Record {
