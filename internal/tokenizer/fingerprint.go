@@ -1,11 +1,12 @@
 package tokenizer
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"encoding/binary"
 	"encoding/hex"
 	"fmt"
-	"sort"
+	"slices"
 	"strings"
 )
 
@@ -57,32 +58,35 @@ func (t *Tokenizer) fingerprint() string {
 			number(0)
 			text(s)
 		}
-		flush()
+		if len(buf) > 1<<12 {
+			flush()
+		}
 	}
 	number(-1)
 	text(t.behaviour())
-	merges := make([]pair, 0, len(t.rules))
-	for p := range t.rules {
-		merges = append(merges, p)
+	type merge struct {
+		pair
+		rule
 	}
-	sort.Slice(merges, func(i, j int) bool {
-		a, b := t.rules[merges[i]], t.rules[merges[j]]
-		if a.rank != b.rank {
-			return a.rank < b.rank
-		}
-		return a.id < b.id
+	merges := make([]merge, 0, len(t.rules))
+	for p, r := range t.rules {
+		merges = append(merges, merge{p, r})
+	}
+	slices.SortFunc(merges, func(a, b merge) int {
+		return cmp.Or(cmp.Compare(a.rank, b.rank), cmp.Compare(a.id, b.id), cmp.Compare(a.left, b.left))
 	})
 	made := map[int32]bool{}
-	for _, p := range merges {
-		if id := t.rules[p].id; !t.byteLevel && !made[id] {
-			made[id] = true
-			number(id)
-		}
+	for _, m := range merges {
 		if t.byteLevel {
-			number(p.left)
-			number(p.right)
+			number(m.left)
+			number(m.right)
+		} else if !made[m.id] {
+			made[m.id] = true
+			number(m.id)
 		}
-		flush()
+		if len(buf) > 1<<12 {
+			flush()
+		}
 	}
 	number(-1)
 	number(t.eos)

@@ -5,12 +5,16 @@ import (
 	"encoding/json"
 	"errors"
 	"io"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
+
+	"golang.org/x/text/unicode/norm"
 )
 
 func gunzip(t testing.TB, path string) []byte {
@@ -247,7 +251,12 @@ func TestRefused(t *testing.T) {
 		"negative id":   {`{"model":{"type":"BPE","vocab":{"a":-1}}}`, ErrCorrupt},
 		"merge":         {`{"model":{"type":"BPE","vocab":{"a":0},"merges":["a b"]}}`, ErrCorrupt},
 		"merge shape":   {`{"model":{"type":"BPE","vocab":{"a":0},"merges":[["a"]]}}`, ErrCorrupt},
-		"regex":         {`{"model":{"type":"BPE","vocab":{}},"pre_tokenizer":{"type":"Split","behavior":"Isolated","pattern":{"Regex":"("}}}`, ErrCorrupt},
+		"growth": {`{"model":{"type":"BPE","vocab":{}},"normalizer":{"type":"Sequence","normalizers":[{"type":"Replace","pattern":{"String":"a"},"content":"aaaaaaaa"},
+			{"type":"Replace","pattern":{"String":"a"},"content":"aaaaaaaa"},{"type":"Replace","pattern":{"String":"a"},"content":"aaaaaaaa"}]}}`, ErrUnsupported},
+		"two ids":      {`{"model":{"type":"BPE","vocab":{"a":0,"b":0}}}`, ErrCorrupt},
+		"no model":     {`{}`, ErrCorrupt},
+		"processor id": {`{"model":{"type":"BPE","vocab":{"a":0}},"post_processor":{"type":"TemplateProcessing","single":[{"SpecialToken":{"id":"x"}}],"special_tokens":{"x":{"ids":[9]}}}}`, ErrCorrupt},
+		"regex":        {`{"model":{"type":"BPE","vocab":{}},"pre_tokenizer":{"type":"Split","behavior":"Isolated","pattern":{"Regex":"("}}}`, ErrCorrupt},
 	} {
 		if _, err := FromJSON([]byte(c.json), nil); !errors.Is(err, c.want) {
 			t.Errorf("%s: got %v, want %v", name, err, c.want)
@@ -289,14 +298,159 @@ func FuzzFromJSON(f *testing.F) {
 	})
 }
 
-func BenchmarkEncode(b *testing.B) {
-	tok, err := FromJSON(gunzip(b, "testdata/qwen3.json.gz"), nil)
-	if err != nil {
-		b.Fatal(err)
+// prose makes a megabyte of words that are about as often and as long as those of a language.
+func prose() string {
+	rng := rand.New(rand.NewPCG(7, 7))
+	syllables := strings.Fields("the of and to in is it that was for on are with as his they be at one have this from or had by hot but some what there we can out other were all your when up use how said an each she ing er ly tion")
+	words := make([]string, 8000)
+	for i := range words {
+		for range 1 + rng.IntN(3) {
+			words[i] += syllables[rng.IntN(len(syllables))]
+		}
 	}
-	text := strings.Repeat("The quick brown fox jumps over the lazy dog, 12 times; isn't that enough? ", 1000)
-	b.SetBytes(int64(len(text)))
-	for b.Loop() {
-		tok.Encode(text)
+	zipf := rand.NewZipf(rng, 1.1, 3, uint64(len(words)-1))
+	var b strings.Builder
+	for n := 1; b.Len() < 1<<20; n++ {
+		b.WriteString(words[zipf.Uint64()])
+		switch {
+		case n%97 == 0:
+			b.WriteString(".\n\n")
+		case n%13 == 0:
+			b.WriteString(", 1984, it's ")
+		default:
+			b.WriteByte(' ')
+		}
+	}
+	return b.String()
+}
+
+// Whatever a vocabulary says, making a tokenizer of it and using it must not panic. Tokens, merges and scores come from
+// one text: lines, and in them fields.
+func FuzzFromVocabulary(f *testing.F) {
+	f.Add("gpt2", "smollm", "a\nb\nab\n<|x|>\t3", "a b\nab a", "abba <|x|>", int32(0))
+	f.Add("llama", "", "<unk>\t2\n<s>\t3\n▁\na\n▁a\n<0x0A>\t6\n▁▁", "", "a  a\n", int32(1))
+	f.Add("gpt2", "default", "1\n.\n\u0120", "", "12.3 ..", int32(-7))
+	f.Fuzz(func(t *testing.T, model, pre, tokens, merges, text string, id int32) {
+		v := Vocabulary{Model: model, Pre: pre, Merges: strings.Split(merges, "\n"), BOS: id, EOS: -1, UNK: id}
+		if merges == "" {
+			v.Merges = nil
+		}
+		for i, line := range strings.Split(tokens, "\n") {
+			token, kind, _ := strings.Cut(line, "\t")
+			v.Tokens = append(v.Tokens, token)
+			v.Types = append(v.Types, int64(len(kind)))
+			v.Scores = append(v.Scores, float32(i%3))
+		}
+		tok, err := FromVocabulary(v)
+		if err != nil {
+			return
+		}
+		ids := tok.EncodeWithSpecial(text)
+		for _, id := range ids {
+			if tok.Token(id) == "" {
+				t.Fatalf("id %d is not in use", id)
+			}
+			tok.IsPunctuation(id)
+		}
+		tok.Decode(ids)
+		tok.Fingerprint()
+	})
+}
+
+// Whatever text is cut into words, nothing of it is lost: byte-level tokenizers decode what they encode.
+func TestRoundTrip(t *testing.T) {
+	for _, name := range []string{"qwen3", "llama3", "nemo", "gemma3"} {
+		tok, err := FromJSON(gunzip(t, "testdata/"+name+".json.gz"), nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		rng := rand.New(rand.NewPCG(3, 4))
+		for range 300 {
+			runes := make([]rune, rng.IntN(200))
+			for i := range runes {
+				if runes[i] = rune(rng.IntN(0x250)); rng.IntN(9) == 0 {
+					runes[i] = rune(0xE000 + rng.IntN(0x10000))
+				}
+			}
+			text := norm.NFC.String(strings.ReplaceAll(string(runes), spaceMark, ""))
+			if got := tok.Decode(tok.Encode(text)); got != text {
+				t.Fatalf("%s: %q comes back as %q", name, text, got)
+			}
+		}
+	}
+}
+
+func TestSpacePrefixAndBOS(t *testing.T) {
+	no, yes := false, true
+	v := Vocabulary{Model: "llama", Tokens: []string{"<unk>", "<s>", "</s>", "▁", "a", "▁a"}, Scores: []float32{0, 0, 0, -2, -3, -1},
+		Types: []int64{2, 3, 3, 1, 1, 1}, BOS: 1, EOS: 2, UNK: 0}
+	for _, c := range []struct {
+		bos, eos, space *bool
+		want            []int32
+	}{
+		{nil, nil, nil, []int32{1, 5}},
+		{&no, nil, nil, []int32{5}},
+		{nil, &yes, &no, []int32{1, 4, 2}},
+		{&no, &yes, &yes, []int32{5, 2}},
+	} {
+		v.AddBOS, v.AddEOS, v.AddSpacePrefix = c.bos, c.eos, c.space
+		tok, err := FromVocabulary(v)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := tok.EncodeWithSpecial("a"); !slices.Equal(got, c.want) {
+			t.Errorf("got %v, want %v", got, c.want)
+		}
+	}
+	// A gpt2 vocabulary begins texts with BOS only where its kind is trained so.
+	for pre, want := range map[string]int{"smollm": 1, "qwen2": 1, "default": 1, "llama-bpe": 2, "tekken": 2} {
+		tok, err := FromVocabulary(Vocabulary{Model: "gpt2", Pre: pre, Tokens: []string{"a", "<s>"}, BOS: 1, EOS: -1, UNK: -1})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := tok.EncodeWithSpecial("a"); len(got) != want {
+			t.Errorf("%s: %v", pre, got)
+		}
+	}
+}
+
+// A vocabulary that is padded with unused tokens, and one whose file names a BOS, do what the other does.
+func TestFingerprintOfConvertedFile(t *testing.T) {
+	folder, err := FromJSON([]byte(`{"added_tokens":[{"id":3,"content":"<|end|>","special":true},{"id":4,"content":"<think>"}],
+		"normalizer":{"type":"NFC"},"pre_tokenizer":{"type":"Sequence","pretokenizers":[{"type":"Split","behavior":"Isolated","invert":false,
+		"pattern":{"Regex":`+strconv.Quote(qwen2Pattern)+`}},{"type":"ByteLevel","add_prefix_space":false,"trim_offsets":false,"use_regex":false}]},
+		"model":{"type":"BPE","vocab":{"a":0,"b":1,"ab":2},"merges":["a b"]}}`), []byte(`{"eos_token":"<|end|>","bos_token":null}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	v := Vocabulary{Model: "gpt2", Pre: "qwen2", Tokens: []string{"a", "b", "ab", "<|end|>", "<think>", "[PAD5]"}, Types: []int64{1, 1, 1, 3, 4, 5},
+		Merges: []string{"a b"}, BOS: 3, EOS: 3, UNK: -1}
+	file, err := FromVocabulary(v)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if folder.Fingerprint() != file.Fingerprint() {
+		t.Error("the fingerprints differ")
+	}
+	v.Pre = "llama-bpe"
+	if other, err := FromVocabulary(v); err != nil || other.Fingerprint() == file.Fingerprint() {
+		t.Errorf("another way to cut words leaves the fingerprint as it was (%v)", err)
+	}
+}
+
+func BenchmarkEncode(b *testing.B) {
+	text := prose()
+	for _, name := range []string{"qwen3", "llama3", "llama2", "gemma3", "nemo"} {
+		b.Run(name, func(b *testing.B) {
+			tok, err := FromJSON(gunzip(b, "testdata/"+name+".json.gz"), nil)
+			if err != nil {
+				b.Fatal(err)
+			}
+			b.SetBytes(int64(len(text)))
+			for b.Loop() {
+				clear(tok.cache)
+				tok.Encode(text)
+			}
+		})
 	}
 }

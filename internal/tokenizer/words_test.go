@@ -63,3 +63,24 @@ func FuzzScanners(f *testing.F) {
 		}
 	})
 }
+
+func BenchmarkWords(b *testing.B) {
+	text := prose()
+	for _, c := range []struct {
+		name string
+		c    component
+	}{
+		{"scanner", component{scan: scannerOf(llama3Pattern)}},
+		{"regexp2", component{re: regexp2.MustCompile(llama3Pattern, regexp2.None)}},
+		{"gpt2 scanner", component{scan: scanGPT2}},
+		{"gpt2 regexp2", component{re: regexp2.MustCompile(gpt2Pattern, regexp2.None)}},
+		{"tekken regexp2", component{re: regexp2.MustCompile(tekkenPattern, regexp2.None)}},
+	} {
+		b.Run(c.name, func(b *testing.B) {
+			b.SetBytes(int64(len(text)))
+			for b.Loop() {
+				c.c.stretches(text, func(string, bool) {})
+			}
+		})
+	}
+}
