@@ -5,8 +5,13 @@ import (
 	"errors"
 	"fmt"
 
+	"github.com/kvprofile/kvprofile/distill"
+	"github.com/kvprofile/kvprofile/internal/compile"
+	"github.com/kvprofile/kvprofile/internal/engine"
 	"github.com/kvprofile/kvprofile/internal/run"
 	"github.com/kvprofile/kvprofile/internal/ui"
+	"github.com/kvprofile/kvprofile/plan"
+	"github.com/kvprofile/kvprofile/profile"
 )
 
 // Exit codes: a contract for scripts, see docs/cli.md.
@@ -61,6 +66,11 @@ func classify(err error) (int, error) {
 		folder    *run.OtherModelError
 		stale     *run.StaleError
 		reference *run.ReferenceError
+		artefact  *compile.MismatchError
+		record    *profile.MismatchError
+		unfit     *engine.NonFiniteError
+		recorded  *profile.NonFiniteError
+		trained   *distill.NonFiniteError
 	)
 	switch {
 	case errors.Is(err, context.Canceled):
@@ -69,8 +79,10 @@ func classify(err error) (int, error) {
 		return exitLocked, advise("wait for it to end, or choose another folder with --out")
 	case errors.As(err, &folder):
 		return exitOtherModel, advise("choose another folder with --out, or discard this one's work with --force")
-	case errors.As(err, &other):
+	case errors.As(err, &other), errors.As(err, &artefact), errors.As(err, &record), errors.Is(err, plan.ErrModel):
 		return exitOtherModel, err
+	case errors.As(err, &unfit), errors.As(err, &recorded), errors.As(err, &trained):
+		return exitModel, advise("the model's weights hold values that are no numbers, or too large for this precision")
 	case errors.As(err, &model):
 		return exitModel, err
 	case errors.As(err, &findings):

@@ -172,7 +172,7 @@ func (in *Inputs) check() (string, error) {
 		have, has string
 	}{{"config", m.SHA256["config"], want.SHA256.Config}, {"weights", m.SHA256["weights"], want.SHA256.Weights}, {"tokenizer", m.SHA256["tokenizer"], want.SHA256.Tokenizer}} {
 		if d.have != d.has {
-			return "", &MismatchError{"record", fmt.Sprintf("belongs to another model (%s): its %s differs", m.Name, d.what)}
+			return "", &MismatchError{"record", fmt.Sprintf("belongs to another model (%s): the hash of its %s is another", m.Name, d.what)}
 		}
 	}
 	if m.Layers != want.NLayers || m.Heads != want.NHeads || m.KVHeads != want.NKVHeads || m.HeadDim != want.HeadDim {

@@ -108,7 +108,7 @@ type OtherModelError struct {
 }
 
 func (e *OtherModelError) Error() string {
-	return fmt.Sprintf("%s belongs to another model (%s): the %s differs", e.Dir, e.Name, e.What)
+	return fmt.Sprintf("%s belongs to another model (%s): the hash of its %s is another", e.Dir, e.Name, e.What)
 }
 
 // ReferenceError says that a folder holds plans that were reviewed, and is not to be written by runs.
