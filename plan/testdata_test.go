@@ -54,7 +54,8 @@ func llama31() *Plan {
 func sliding() *Plan {
 	p := &Plan{
 		Format: Format, Version: Version, Tool: Tool{Name: "kvprofile", Version: "0.1.0"},
-		Model: Model{Name: "sliding", Architecture: "mistral", NLayers: 4, NHeads: 8, NKVHeads: 2, HeadDim: 128, MaxPosition: 32768,
+		// The name has what a canonical form may get wrong.
+		Model: Model{Name: "sliding \"é\" <&> \u2028 \\ \t \x01 \U0001F600", Architecture: "mistral", NLayers: 4, NHeads: 8, NKVHeads: 2, HeadDim: 128, MaxPosition: 32768,
 			SlidingWindow: []int{0, 4096, 0, 4096}, RoPE: RoPE{Theta: 10000, Scaling: &RoPEScaling{Kind: ScalingYaRN, Factor: 4, OriginalMaxPosition: 8192}},
 			SHA256: Hashes{Config: hashB, Weights: hashC}},
 		Cache: Cache{Dtype: FP8E4M3, Granularity: PerLayer, BlockSize: 32, GroupRule: GroupMean, Prefill: PrefillDense},

@@ -18,7 +18,7 @@ const (
 	maxBlockSize = 4096
 	maxTokens    = 1 << 27
 	maxTotals    = 64
-	maxTokenID   = 1 << 31
+	maxTokenID   = 1<<31 - 1
 )
 
 // Validate returns every rule of the format that the plan breaks, in order of the pointers; none for a valid plan.
@@ -373,8 +373,8 @@ func (c *checker) tokenClasses() {
 			c.fail(at, "is used by no policy and must be left out")
 		}
 		for i, id := range list.ids {
-			if id < 0 || id >= maxTokenID {
-				c.fail(at+"/"+strconv.Itoa(i), "is %d, must lie between 0 and %d", id, maxTokenID-1)
+			if id < 0 || id > maxTokenID {
+				c.fail(at+"/"+strconv.Itoa(i), "is %d, must lie between 0 and %d", id, maxTokenID)
 			}
 			if i > 0 && list.ids[i-1] >= id {
 				c.fail(at+"/"+strconv.Itoa(i), "is %d after %d: token ids must rise", id, list.ids[i-1])
