@@ -298,7 +298,7 @@ func mapsColumns() []column {
 type mapsPart struct {
 	path string
 	file *os.File
-	rows *parquet.Writer
+	rows *parquet.GenericWriter[any]
 	row  parquet.Row
 }
 
@@ -311,7 +311,7 @@ func newMapsPart(dir string, meta Meta, sample int) (*mapsPart, error) {
 	if p.file, err = createTemp(p.path); err != nil {
 		return nil, err
 	}
-	p.rows = parquet.NewWriter(p.file, append(options, mapsSchema())...)
+	p.rows = parquet.NewGenericWriter[any](p.file, append(options, mapsSchema())...)
 	return p, nil
 }
 

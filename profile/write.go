@@ -1,6 +1,7 @@
 package profile
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -99,7 +100,9 @@ func difference(have, want Meta) (what, inHave, inWant string) {
 	}{{have, &a}, {want, &b}} {
 		text, err := json.Marshal(x.meta)
 		if err == nil {
-			err = json.Unmarshal(text, x.to)
+			d := json.NewDecoder(bytes.NewReader(text))
+			d.UseNumber() // seeds are larger than floats hold
+			err = d.Decode(x.to)
 		}
 		if err != nil {
 			return "metadata", err.Error(), "JSON"
