@@ -35,7 +35,7 @@ func modeNames() string {
 }
 
 func (p *pyramidFlags) add(f *pflag.FlagSet) {
-	f.StringVar(&p.mode, "pyramid", string(pyramid.Keys), "how the budget is divided: "+modeNames())
+	f.StringVar(&p.mode, "schedule", string(pyramid.Keys), "how the budget is divided: "+modeNames())
 	f.Float64Var(&p.share, "topk-share", 0.25, "average budget of top-k heads as a share of the longest prompt recorded")
 	f.IntVar(&p.tokens, "topk-tokens", 0, "the same in tokens")
 	f.IntVar(&p.window, "schedule-window", 8, "window that the schedules leave out, in tokens; 0 means none")
@@ -84,7 +84,7 @@ func (a *app) pyramidCommand() *cobra.Command {
 the attention record says that the layers need. The budgets add up exactly. RECORD is
 the record's folder, or a run folder.`,
 		Example: `  kvprofile pyramid out/model
-  kvprofile pyramid out/model --pyramid arithmetic --topk-tokens 512 -o arithmetic.json`,
+  kvprofile pyramid out/model --schedule arithmetic --topk-tokens 512 -o arithmetic.json`,
 		Args: exactly(1, "a record"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			s, err := flags.resolve()

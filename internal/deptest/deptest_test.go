@@ -54,7 +54,8 @@ var rules = []rule{
 	{from: []string{"internal/ui", "internal/run"}, on: []string{module + "/plan", module + "/schema", module + "/datasets", module + "/profile", module + "/distill", module + "/fastgen", module + "/pyramid",
 		module + "/internal/model", module + "/internal/engine/...", module + "/internal/compile"},
 		why: "they serve every verb, and so know no stage"},
-	{from: []string{"plan", "schema", "datasets", "profile", "fastgen", "pyramid", "internal/..."}, on: []string{"gorgonia.org/gorgonia"},
+	{from: []string{"plan", "schema", "datasets", "profile", "fastgen", "pyramid", "internal/engine/...", "internal/model", "internal/run", "internal/ui"},
+		on:  []string{"gorgonia.org/gorgonia"},
 		why: "gates alone are trained: nothing else needs the graph"},
 }
 
@@ -150,7 +151,8 @@ func TestMatch(t *testing.T) {
 
 // os.Exit stands in main alone, and nothing draws from the global random generator or keeps work in init.
 func TestForbiddenCalls(t *testing.T) {
-	cmd := exec.Command("git", "grep", "-nE", `os\.Exit\(|^func init\(\)`, "--", "*.go", ":!*_test.go", ":!scripts")
+	cmd := exec.Command("git", "grep", "-nE", `os\.Exit\(|^func init\(\)`, "--", "*.go", ":!*_test.go",
+		":!scripts", ":!*/asmgen/*", ":!*/gen/*") // programs of their own, run by go generate
 	cmd.Dir = "../.."
 	out, err := cmd.Output()
 	if err != nil {
