@@ -126,7 +126,7 @@ func speed(b engine.Backend) (float64, error) {
 
 // dryRun prints what the stages will take on this machine.
 func (a *app) dryRun(m *model.Model, costs []cost) error {
-	b, err := a.newBackend("")
+	b, err := a.newBackend("", "")
 	if err != nil {
 		return err
 	}

@@ -71,9 +71,9 @@ func identityOf(config, weights, tokenizer string) string {
 	return hex.EncodeToString(sum[:])
 }
 
-// newBackend returns the CPU backend. tier "" is the best that this processor has.
-func (a *app) newBackend(tier string) (engine.Backend, error) {
-	return cpu.New(cpu.Options{Threads: a.shared.threads, Tier: tier})
+// newBackend returns the CPU backend. "" is the best that this processor has.
+func (a *app) newBackend(tier, precision string) (engine.Backend, error) {
+	return cpu.New(cpu.Options{Threads: a.shared.threads, Tier: tier, Precision: precision})
 }
 
 // tierOf splits a backend's name, "cpu avx512 f32", into device, tier and precision.

@@ -25,16 +25,16 @@ type session struct {
 
 // session locks the run folder of a model and chooses the backend: that which the folder was begun with.
 func (a *app) session(dir string, m *model.Model) (*session, error) {
-	tier := ""
+	tier, precision := "", ""
 	if !a.shared.force {
 		switch old, err := run.Read(dir); {
 		case err == nil:
-			tier = old.Tier
+			tier, precision = old.Tier, old.Precision
 		case !errors.Is(err, fs.ErrNotExist):
 			return nil, ui.Hint(err, "choose another folder with --out, or begin anew with --force")
 		}
 	}
-	backend, err := a.newBackend(tier)
+	backend, err := a.newBackend(tier, precision)
 	if err != nil {
 		return nil, ui.Hint(fmt.Errorf("%s: begun on another processor: %w", dir, err), "choose another folder with --out, or begin anew with --force")
 	}

@@ -12,6 +12,9 @@ import (
 // plainEvery is the shortest time between two lines of one task off a terminal.
 const plainEvery = 10 * time.Second
 
+// nameWidth aligns the bars of tasks that follow one another.
+const nameWidth = 10
+
 // Task is the progress of one piece of work. A nil Task ignores all calls.
 type Task struct {
 	ui    *UI
@@ -47,7 +50,7 @@ func (u *UI) Begin(name string, total int) *Task {
 	}
 	u.open++
 	t.bar = u.progress.New(int64(max(total, 1)), mpb.BarStyle().Lbound("[").Filler("=").Tip(">").Padding(" ").Rbound("]"),
-		mpb.PrependDecorators(decor.Name(name, decor.WCSyncSpaceR)),
+		mpb.PrependDecorators(decor.Name(name, decor.WC{W: nameWidth, C: decor.DindentRight})),
 		mpb.AppendDecorators(
 			decor.Any(func(decor.Statistics) string { return " " + t.counts() }, decor.WCSyncSpaceR),
 			decor.Any(func(decor.Statistics) string { return t.times() }, decor.WCSyncSpaceR),
@@ -160,5 +163,8 @@ func (t *Task) times() string {
 func (t *Task) noted() string {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.note
+	if t.note == "" {
+		return ""
+	}
+	return " " + t.note
 }

@@ -45,7 +45,20 @@ func New(o Options) *UI {
 	if o.Now == nil {
 		o.Now = time.Now
 	}
-	return &UI{options: o, terminal: o.Err != nil && cupwriter.New(o.Err, false).IsTerminal()}
+	return &UI{options: o, terminal: isTerminal(o.Err)}
+}
+
+// isTerminal says whether bars can be drawn: some terminals (of containers, of CI) have no width, and get plain lines.
+func isTerminal(w io.Writer) bool {
+	if w == nil {
+		return false
+	}
+	t := cupwriter.New(w, false)
+	if !t.IsTerminal() {
+		return false
+	}
+	width, _, err := t.GetTermSize()
+	return err == nil && width > 0
 }
 
 // JSON says whether results are to be JSON.
