@@ -354,6 +354,13 @@ func (a *app) planTables(p *plan.Plan) error {
 	if err := t.Render(a.ui.Out()); err != nil {
 		return err
 	}
+	if e := p.Evidence; e != nil && e.Recipe != nil {
+		r := e.Recipe
+		if err := a.ui.Printf("\nat %d tokens: %s of the bytes kept; attention on what is kept: %.3f on average, %.3f for the worst KV head\n",
+			r.ContextTokens, percent(r.Figures["kept_share"]), r.Figures["mean_recovery"], r.Figures["least_recovery"]); err != nil {
+			return err
+		}
+	}
 	for _, x := range p.Totals {
 		if x.PromptTokens > p.Model.MaxPosition {
 			return a.ui.Printf("* beyond the model's context of %d tokens\n", p.Model.MaxPosition)

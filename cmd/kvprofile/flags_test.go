@@ -91,3 +91,22 @@ func TestConfigMistakesNameTheirLine(t *testing.T) {
 		t.Error("a missing file is no error")
 	}
 }
+
+// No configuration file makes the command panic.
+func FuzzConfig(f *testing.F) {
+	for _, text := range []string{"threads: 3\n", "run:\n  budget: 0.5\n", "out: [a, b]\n", "? {a: b}\n: c\n", "&a [*a]\n", "<<: {out: a}\n", "out: !!binary aGk=\n", "run: &r {out: x}\nprofile: *r\n", "\x00", "- - -\n"} {
+		f.Add(text)
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		path := filepath.Join(t.TempDir(), "c.yaml")
+		if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		root := (&app{}).root()
+		for _, c := range root.Commands() {
+			if c.Name() == "run" {
+				_, _ = readConfig(path, c)
+			}
+		}
+	})
+}

@@ -93,9 +93,13 @@ func (s *session) Close() {
 
 // do runs a stage, and says why it is skipped or goes on.
 func (s *session) do(ctx context.Context, stage run.Stage, work func(context.Context) error) error {
+	known := s.folder.Has(stage.Name)
 	state, err := s.folder.Do(ctx, stage, func(ctx context.Context, state run.State) error {
-		if state == run.Partial {
+		switch {
+		case state == run.Partial:
 			s.app.ui.Note("%s: goes on from an earlier run", stage.Name)
+		case known:
+			s.app.ui.Note("%s: settings, inputs or outputs have changed", stage.Name)
 		}
 		return work(ctx)
 	})

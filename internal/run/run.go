@@ -227,6 +227,9 @@ func (f *Folder) Path(names ...string) string {
 	return filepath.Join(append([]string{f.Dir}, names...)...)
 }
 
+// Has says whether the folder has a record of a stage, finished or not.
+func (f *Folder) Has(stage string) bool { return f.record(stage) != nil }
+
 // Digest returns the digest of a finished stage's output, "" if there is none.
 func (f *Folder) Digest(output string) string {
 	for _, r := range f.manifest.Stages {
