@@ -173,7 +173,8 @@ func Passkeys(tok Tokenizer, chat Chat, o PasskeyOptions) (*Dataset, error) {
 			q.needles = append(q.needles, "Remember the "+ordinalName(k+1)+" passkey: "+key+".")
 			q.questions = append(q.questions, "What is the "+ordinalName(k+1)+" passkey?")
 			q.answers = append(q.answers, key)
-			q.depths = append(q.depths, 0.05+0.9*r.Float64())
+			// The conversion keeps a fused multiply-add from changing the last bit.
+			q.depths = append(q.depths, 0.05+float64(0.9*r.Float64()))
 		}
 		slices.Sort(q.depths)
 		s, err := b.sample(id, lengths[order[id%len(lengths)]], o.HaystackLengths, &q)

@@ -34,7 +34,6 @@ type lexicon struct {
 	topics    []topic
 	general   topic
 	lists     map[string][]string // "section/list" of general.txt
-	infVerbs  []string
 	people    map[Purpose]people
 	passwords map[Purpose][]string
 }
