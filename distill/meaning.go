@@ -35,7 +35,11 @@ type Meaning struct {
 	Recent   int     `json:"recent"`
 	// Full is the unmodified model; Kept lets the heads with the lowest gates stream, Reversed those with the highest,
 	// Random as many drawn from Seed; Streaming all.
-	Full, Kept, Reversed, Random, Streaming Arm
+	Full      Arm `json:"full"`
+	Kept      Arm `json:"kept"`
+	Reversed  Arm `json:"reversed"`
+	Random    Arm `json:"random"`
+	Streaming Arm `json:"streaming"`
 	// Advantage is Kept - Reversed in mean log-probability per sample; Low and High bound the 95 % percentile interval of
 	// a bootstrap over samples.
 	Advantage float64 `json:"advantage"`

@@ -72,7 +72,7 @@ func TestSmolLM2StepsAreReproducible(t *testing.T) {
 	}{{1, 1 << 40}, {2, 0}} {
 		files, m := smollm2(t, c.threads)
 		ds := passkeys(t, files, datasets.PasskeyOptions{Count: 2, Passkeys: 1, Words: 4, Lengths: []int{320}, Seed: 1})
-		g, err := Train(context.Background(), m, ds, Options{Steps: 3, LearningRate: 0.1, Regularisation: 0.05, InitialGate: 1, Sink: 16, Recent: 64,
+		g, err := Train(context.Background(), m, ds, Options{Steps: 2, LearningRate: 0.1, Regularisation: 0.05, InitialGate: 1, Sink: 16, Recent: 64,
 			AllowLowRate: true, StashLimit: c.stash}, nil)
 		if err != nil {
 			t.Fatal(err)
@@ -85,8 +85,8 @@ func TestSmolLM2StepsAreReproducible(t *testing.T) {
 			t.Errorf("%d threads, %d bytes of activations: another result", c.threads, c.stash)
 		}
 	}
-	if first.Curve[2].Loss <= 0 || first.Curve[2].Mean >= 0.9 {
-		t.Errorf("training did not move: %+v", first.Curve[2])
+	if first.Curve[1].Loss <= 0 || first.Curve[1].Mean >= 0.95 {
+		t.Errorf("training did not move: %+v", first.Curve[1])
 	}
 }
 
@@ -103,7 +103,7 @@ func TestSmolLM2GatesMeanSomething(t *testing.T) {
 		t.Errorf("%d of 90 gates are at .5 or above", open)
 	}
 	held := passkeys(t, files, datasets.PasskeyOptions{Count: 2, Passkeys: 4, Words: 16, Lengths: []int{1024}, Seed: 5, Purpose: datasets.Certification})
-	got, err := MeasureMeaning(context.Background(), m, held.Samples, g.Values, MeaningOptions{Sparsity: 0.5, Sink: 64, Recent: 256, Seed: 1})
+	got, err := MeasureMeaning(context.Background(), m, held.Samples, g.Values, MeaningOptions{Sparsity: 0.75, Sink: 64, Recent: 256, Seed: 1})
 	if err != nil {
 		t.Fatal(err)
 	}
