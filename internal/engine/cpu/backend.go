@@ -18,9 +18,10 @@ import (
 type Options struct {
 	// Threads is the number of goroutines that compute at once; 0 means GOMAXPROCS.
 	Threads int
-	// Tier is the set of kernels: "auto", "avx512", "avx2" or "go". "" means auto, the best that the processor has.
+	// Tier is the set of kernels: "auto", "amx", "avx512", "avx2" or "go". "" means auto, the best that the processor has.
 	Tier string
-	// Precision is the arithmetic: "auto" or "f32". "" means auto.
+	// Precision is the arithmetic of products with weights: "f32", "split" (bfloat16 parts that together are as exact
+	// as float32, on processors with a matrix unit) or "auto", split where there is a unit. "" means auto.
 	Precision string
 	// PackLimit is the memory in bytes that weights may take in the form that the kernels read. Weights beyond it are
 	// converted from their stored form at every use, so that a model larger than memory runs. 0 means half of the
@@ -31,6 +32,7 @@ type Options struct {
 // Backend implements engine.Backend.
 type Backend struct {
 	k       *kernels
+	split   *splitKernels // nil: products with weights are in float32
 	threads int
 	memory  pool
 	limit   int64 // for packed weights, bytes
@@ -52,19 +54,25 @@ func New(o Options) (engine.Backend, error) {
 	if b.limit == 0 {
 		b.limit = physicalMemory() / 2
 	}
-	if o.Precision != "" && o.Precision != "auto" && o.Precision != "f32" {
-		return nil, fmt.Errorf("precision %q is not known to the CPU backend, want auto or f32", o.Precision)
+	switch o.Precision {
+	case "", "auto", "f32", "split":
+	default:
+		return nil, fmt.Errorf("precision %q is not known to the CPU backend, want auto, f32 or split", o.Precision)
 	}
-	available := tiers()
 	var names []string
-	for _, k := range available {
-		if o.Tier == k.tier || (b.k == nil && (o.Tier == "" || o.Tier == "auto")) {
-			b.k = k
-		}
+	for _, k := range tiers() {
 		names = append(names, k.tier)
+		automatic := (o.Tier == "" || o.Tier == "auto") && b.k == nil
+		// With the arithmetic in float32, the tier of a matrix unit is that of its vector unit.
+		if o.Tier == k.tier || (automatic && (k.split == nil || o.Precision != "f32")) {
+			b.k, b.split = k, k.split
+		}
 	}
 	if b.k == nil {
 		return nil, fmt.Errorf("CPU tier %q is not known or not offered by this processor, want auto or one of %s", o.Tier, strings.Join(names, ", "))
+	}
+	if (o.Precision == "split") != (b.split != nil) && o.Precision != "" && o.Precision != "auto" {
+		return nil, fmt.Errorf("CPU tier %s does not compute in precision %s", b.k.tier, o.Precision)
 	}
 	for range b.threads {
 		b.work = append(b.work, new(workspace))
@@ -72,8 +80,17 @@ func New(o Options) (engine.Backend, error) {
 	return b, nil
 }
 
-// Name says tier and precision, for instance "cpu avx512 f32".
-func (b *Backend) Name() string { return "cpu " + b.k.tier + " f32" }
+// Name says tier and precision, for instance "cpu avx512 f32", and why a better tier is not used.
+func (b *Backend) Name() string {
+	name := "cpu " + b.k.tier + " f32"
+	if b.split != nil {
+		name = "cpu " + b.k.tier + " split"
+	}
+	if b.k.note != "" {
+		name += " (" + b.k.note + ")"
+	}
+	return name
+}
 
 // Close gives the memory back.
 func (b *Backend) Close() error {

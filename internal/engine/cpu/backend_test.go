@@ -19,7 +19,7 @@ func backends(t testing.TB, threads int) []*Backend {
 	for _, k := range tiers() {
 		bs = append(bs, newBackend(t, Options{Tier: k.tier, Threads: threads}))
 	}
-	return bs
+	return append(bs, twinOfMatrixUnit(t, threads, 0))
 }
 
 func newBackend(t testing.TB, o Options) *Backend {
@@ -33,6 +33,13 @@ func newBackend(t testing.TB, o Options) *Backend {
 		}
 	})
 	return b.(*Backend)
+}
+
+// twinOfMatrixUnit is a backend whose matrix unit is plain Go: what leads to the unit is tested where there is none.
+func twinOfMatrixUnit(t testing.TB, threads int, limit int64) *Backend {
+	b := newBackend(t, Options{Tier: "go", Threads: threads, PackLimit: limit})
+	b.split = goSplit()
+	return b
 }
 
 func seeded(seed uint64) *rand.Rand { return rand.New(rand.NewPCG(seed, 7)) }
@@ -120,9 +127,15 @@ func TestMatMul(t *testing.T) {
 		shapes = append(shapes, [3]int{1 + r.IntN(60), 1 + r.IntN(120), 1 + r.IntN(700)})
 	}
 	for _, limit := range []int64{0, -1} {
+		units := []*Backend{twinOfMatrixUnit(t, 2, limit)}
 		for _, k := range tiers() {
-			b := newBackend(t, Options{Tier: k.tier, Threads: 2, PackLimit: limit})
+			units = append(units, newBackend(t, Options{Tier: k.tier, Threads: 2, PackLimit: limit}))
+		}
+		for i, b := range units {
 			for _, s := range shapes {
+				if i == 0 && s[0]*s[1]*s[2] > 1<<22 {
+					continue // the twin is slow
+				}
 				x, w, y, dx := random(r, s[0], s[2]), random(r, s[1], s[2]), random(r, s[0], s[1]), random(r, s[0], s[2])
 				// Stacked from two parts where there are rows for it.
 				load := func(b engine.Backend) engine.Weight {
@@ -516,22 +529,20 @@ func TestThreadsChangeNothing(t *testing.T) {
 		return all
 	}
 
-	for _, k := range tiers() {
-		var first string
-		for _, threads := range []int{1, 2, 3, 8} {
-			got := fmt.Sprintf("%v", run(newBackend(t, Options{Tier: k.tier, Threads: threads})))
-			if first == "" {
-				first = got
+	first := map[string]string{}
+	for _, threads := range []int{1, 2, 3, 8} {
+		for _, b := range backends(t, threads) {
+			got := fmt.Sprintf("%v", run(b))
+			if old, ok := first[b.Name()]; ok && got != old {
+				t.Errorf("%s: %d threads change the result", b.Name(), threads)
 			}
-			if got != first {
-				t.Errorf("%s: %d threads change the result", k.tier, threads)
-			}
+			first[b.Name()] = got
 		}
 	}
 }
 
 func TestNewRefuses(t *testing.T) {
-	for _, o := range []Options{{Tier: "sse9"}, {Precision: "f8"}, {Threads: -1}} {
+	for _, o := range []Options{{Tier: "sse9"}, {Precision: "f8"}, {Threads: -1}, {Tier: "go", Precision: "split"}} {
 		if _, err := New(o); err == nil {
 			t.Errorf("%+v accepted", o)
 		}

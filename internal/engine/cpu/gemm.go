@@ -38,6 +38,10 @@ func (b *Backend) MatMul(dst, x engine.Tensor, wt engine.Weight, accumulate bool
 	}
 	a := values(x)
 	c := target(dst, accumulate)
+	if b.useSplit(m, w) {
+		b.forwardSplit(m, a, w, c, accumulate)
+		return
+	}
 	panels := b.panels(n)
 	if w.forward == nil {
 		if w.forward = b.reserve(panels * b.k.cols * k); w.forward != nil {
@@ -74,6 +78,10 @@ func (b *Backend) MatMulBackward(dx, dy engine.Tensor, wt engine.Weight, accumul
 	}
 	a := values(dy)
 	c := target(dx, accumulate)
+	if b.useSplit(m, w) {
+		b.backwardSplit(m, a, w, c, accumulate)
+		return
+	}
 	width := b.panels(n) * b.k.cols
 	if w.backward == nil {
 		if w.backward = b.reserve(width * k); w.backward != nil {
@@ -92,6 +100,11 @@ func (b *Backend) MatMulBackward(dx, dy engine.Tensor, wt engine.Weight, accumul
 		b.packBackward(mem.floats, w, lo, hi)
 		b.gemm(m, n, hi-lo, a[lo:], k, mem.floats, c, n, accumulate || lo > 0)
 	}
+}
+
+// useSplit reports whether a product of m rows goes to the matrix unit.
+func (b *Backend) useSplit(m int, w *weight) bool {
+	return b.split != nil && (m >= splitRows || w.parts16() == 1)
 }
 
 // target returns a result's memory: what is there counts only when it is added to.

@@ -7,10 +7,12 @@ import "math"
 // depends on the lengths alone.
 type kernels struct {
 	tier  string
-	lanes int // vector width; dotRows wants d to be a multiple of it
-	cols  int // columns of a panel: the width of the matrix kernels
-	block int // rows of the largest matrix kernel
-	strip int // query rows that attention takes at once
+	lanes int           // vector width; dotRows wants d to be a multiple of it
+	cols  int           // columns of a panel: the width of the matrix kernels
+	block int           // rows of the largest matrix kernel
+	strip int           // query rows that attention takes at once
+	note  string        // why a better tier is not used, for Name
+	split *splitKernels // matrix unit for products with weights, or nil
 
 	// gemm: C[rows x cols] (+)= A[rows x k] B[k x cols], A[i,x] = a[i*lda+x]; gemmT: A[i,x] = a[x*lda+i]. Each element
 	// is one chain of fused multiply-adds over x, whatever rows is, so that results do not depend on the blocking of rows.

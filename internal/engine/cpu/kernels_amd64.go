@@ -2,13 +2,19 @@ package cpu
 
 import "golang.org/x/sys/cpu"
 
-//go:generate go run -C asmgen . -out ../kernels_amd64.s -stubs ../stubs_amd64.go -pkg cpu
+//go:generate go run -C asmgen . -out ../kernels_amd64.s -stubs ../stubs_amd64.go -pkg cpu -amx ../amx_amd64.s
 
 // tiers lists the kernel sets that this processor can run, best first.
 func tiers() []*kernels {
 	var ts []*kernels
 	if x := cpu.X86; x.HasAVX512F && x.HasAVX512BW && x.HasAVX512DQ && x.HasAVX512VL && x.HasAVX2 && x.HasFMA && x.HasBMI2 {
-		ts = append(ts, avx512Kernels())
+		wide := avx512Kernels()
+		amx, refusal := amxTier()
+		if amx != nil {
+			ts = append(ts, amx)
+		}
+		wide.note = refusal
+		ts = append(ts, wide)
 	}
 	if x := cpu.X86; x.HasAVX2 && x.HasFMA {
 		ts = append(ts, avx2Kernels())

@@ -3,6 +3,7 @@ package cpu
 import (
 	"os"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -27,5 +28,23 @@ func TestAVX2KernelsUseAVX2(t *testing.T) {
 	}
 	if checked < 20 {
 		t.Errorf("only %d AVX2 kernels found", checked)
+	}
+}
+
+func TestSplitRowsKernel(t *testing.T) {
+	if !slices.ContainsFunc(tiers(), func(k *kernels) bool { return k.lanes == 16 }) {
+		t.Skip("this processor has no AVX-512")
+	}
+	r := seeded(34)
+	for _, count := range []int{1, 2, 18} {
+		for _, rows := range []int{1, 7, 16} {
+			src := floats(r, rows*(count*step+5))
+			got, want := make([]uint16, count*3*tilePair), make([]uint16, count*3*tilePair)
+			splitRowsAVX512(count, rows, src, count*step+5, got)
+			splitRowsGo(count, rows, src, count*step+5, want)
+			if !slices.Equal(got, want) {
+				t.Fatalf("%d rows of %d steps are split otherwise than by the twin", rows, count)
+			}
+		}
 	}
 }

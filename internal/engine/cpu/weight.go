@@ -3,18 +3,30 @@ package cpu
 import (
 	"fmt"
 
+	"github.com/kvprofile/kvprofile/internal/dtype"
 	"github.com/kvprofile/kvprofile/internal/engine"
 )
 
 // weight is a matrix [rows, cols], stacked from parts that stay as they are stored; their data must live until Unload.
 // Matrix products read it as panels of kernels.cols columns: forward[p][x][j] = W[p*cols+j, x] for x * transpose(W),
 // and backward[p][x][j] = W[x, p*cols+j] for dy * W; columns beyond the edge are zero. Each is made at its first use and
-// kept while the memory for them lasts.
+// kept while the memory for them lasts. forward16 and backward16 are the same for a matrix unit (split.go).
 type weight struct {
-	parts             []engine.Matrix
-	rows, cols        int
-	values            []float32 // of a vector (one row)
-	forward, backward []float32
+	parts                 []engine.Matrix
+	rows, cols            int
+	values                []float32 // of a vector (one row)
+	forward, backward     []float32
+	forward16, backward16 []uint16
+}
+
+// parts16 is the number of bfloat16 parts that hold the weight exactly.
+func (w *weight) parts16() int {
+	for _, p := range w.parts {
+		if p.DType != dtype.BF16 {
+			return 3
+		}
+	}
+	return 1
 }
 
 func (w *weight) Rows() int { return w.rows }
@@ -52,7 +64,7 @@ func (b *Backend) Load(parts ...engine.Matrix) (engine.Weight, error) {
 
 func (b *Backend) Unload(x engine.Weight) {
 	w := x.(*weight)
-	b.packed -= 4 * int64(len(w.forward)+len(w.backward))
+	b.packed -= 4*int64(len(w.forward)+len(w.backward)) + 2*int64(len(w.forward16)+len(w.backward16))
 	*w = weight{}
 }
 

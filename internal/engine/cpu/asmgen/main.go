@@ -7,8 +7,10 @@
 package main
 
 import (
+	"flag"
 	"fmt"
 	"math"
+	"os"
 	"sync"
 
 	. "github.com/mmcloughlin/avo/build"
@@ -810,5 +812,10 @@ func main() {
 	}
 	peak(avx512, 24)
 	peak(avx2, 10)
-	Generate()
+	amx := flag.String("amx", "", "file for the AMX kernels")
+	Generate() // parses the flags
+	if err := writeAMX(*amx); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
 }
