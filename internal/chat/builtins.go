@@ -320,6 +320,20 @@ func title(s string) string {
 	}, s)
 }
 
+// titleWords is Jinja's title: the first letter of a word is a capital, and words are parted by white space and the
+// opening of brackets.
+func titleWords(s string) string {
+	begins := true
+	return strings.Map(func(r rune) rune {
+		first := begins
+		begins = unicode.IsSpace(r) || strings.ContainsRune("-({[<", r)
+		if first {
+			return unicode.ToUpper(r)
+		}
+		return unicode.ToLower(r)
+	}, s)
+}
+
 // split is Python's str.split and rsplit; an empty separator stands for white space.
 func split(s, sep string, most int64, fromRight bool) []any {
 	out := []any{}
@@ -453,10 +467,10 @@ func (m *machine) tested(n string, v any, args []any) (bool, error) {
 			return false, fmt.Errorf("test %s of %s by %s", n, kindOf(v), str(args[0]))
 		}
 		return i%d == 0, nil
-	case "lower":
-		return str(v) == strings.ToLower(str(v)), nil
-	case "upper":
-		return str(v) == strings.ToUpper(str(v)), nil
+	case "lower", "upper":
+		s := str(v)
+		lower, upper := strings.ToLower(s), strings.ToUpper(s)
+		return lower != upper && (n == "lower" && s == lower || n == "upper" && s == upper), nil
 	case "in":
 		return m.contains(args[0], v)
 	case "sameas":
@@ -488,8 +502,13 @@ func (m *machine) filter(n string, v any, args []any, kw map[string]any) (any, e
 		return attribute(str(v), name, true).(function)(args, kw)
 	}
 	switch n {
-	case "upper", "lower", "title", "capitalize":
+	case "upper", "lower", "capitalize":
 		return method(n)
+	case "title":
+		if len(args)+len(kw) > 0 {
+			return fail(errors.New("it takes no arguments"))
+		}
+		return titleWords(str(v)), nil
 	case "trim":
 		return stripper(str(v), true, true)(positionalOf(args, kw, "chars"), nil)
 	case "length", "count":
@@ -617,7 +636,10 @@ func (m *machine) filter(n string, v any, args []any, kw map[string]any) (any, e
 			return fail(cmpErr(err, "only the common method is supported"))
 		}
 		digits, err := intArg(got, 0, 0)
-		f, _, _, ok := number(v)
+		f, i, integer, ok := number(v)
+		if integer && err == nil && digits >= 0 {
+			return i, nil
+		}
 		if err != nil || !ok || digits < 0 || digits > 15 {
 			return fail(cmpErr(err, "of "+kindOf(v)))
 		}
@@ -647,7 +669,9 @@ func (m *machine) filter(n string, v any, args []any, kw map[string]any) (any, e
 		}
 		return 0.0, nil
 	case "indent":
-		return indent(str(v), args, kw)
+		if s, ok := v.(string); ok {
+			return indent(s, args, kw)
+		}
 	case "batch":
 		got, _, err := take("linecount", "fill_with")
 		if err != nil {
@@ -995,7 +1019,9 @@ func percent(format string, v any) (any, error) {
 			return nil, errTooMuch
 		}
 	}
-	if len(values) > 0 && ok {
+	_, isList := v.([]any)
+	_, isDict := v.(*dict)
+	if len(values) > 0 && !isList && !isDict {
 		return nil, errors.New("not all values are formatted")
 	}
 	return b.String(), nil

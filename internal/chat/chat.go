@@ -2,8 +2,9 @@
 //
 // It interprets the part of Jinja that chat templates use: expressions, the tags if, for, set, macro, call, filter,
 // with, generation, break, continue and raw, and the filters, tests and methods that builtins.go lists. What is not
-// supported is an error that names it, and never rendered some other way. A template comes with a model, from a
-// stranger: it sees nothing but the conversation, and what it does is bounded.
+// supported is an error that names it, and not rendered some other way; only what a template has no reason to print,
+// such as a function or the keys of a mapping as they are, may look otherwise than in Python. A template comes with a
+// model, from a stranger: it sees nothing but the conversation, and what it does is bounded.
 package chat
 
 import (

@@ -475,7 +475,7 @@ func (m *machine) eval(x expr, s *scope) (any, error) {
 		if v, ok := s.get(x.name); ok {
 			return v, nil
 		}
-		return undefined{x.name}, nil
+		return undefined(x), nil
 	case listOf:
 		return m.evalAll(x.items, s)
 	case tupleOf:
