@@ -14,7 +14,7 @@ const (
 )
 
 // scanner gives the length of the word that s, which is not empty, begins with. Scanners stand for patterns that match
-// everywhere, and are tested to cut like them. They take 20 ms a megabyte of prose where regexp2 takes 150 to 400.
+// everywhere, and are tested to cut like them. They take 6 to 11 ms a megabyte of prose where regexp2 takes 100 to 130.
 type scanner func(s string) int
 
 // scannerOf is the scanner of a pattern, nil for patterns that the regular expression engine must run.
