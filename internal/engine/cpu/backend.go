@@ -34,6 +34,7 @@ type Backend struct {
 	k       *kernels
 	split   *splitKernels // nil: products with weights are in float32
 	threads int
+	arena   arena
 	memory  pool
 	limit   int64 // for packed weights, bytes
 	packed  int64
@@ -45,6 +46,7 @@ var _ engine.Backend = (*Backend)(nil)
 // New returns a backend, or an error that says what the options can be.
 func New(o Options) (engine.Backend, error) {
 	b := &Backend{threads: o.Threads, limit: o.PackLimit}
+	b.memory.arena = &b.arena
 	if b.threads == 0 {
 		b.threads = runtime.GOMAXPROCS(0)
 	}
@@ -75,7 +77,7 @@ func New(o Options) (engine.Backend, error) {
 		return nil, fmt.Errorf("CPU tier %s does not compute in precision %s", b.k.tier, o.Precision)
 	}
 	for range b.threads {
-		b.work = append(b.work, new(workspace))
+		b.work = append(b.work, &workspace{arena: &b.arena})
 	}
 	return b, nil
 }
@@ -92,19 +94,25 @@ func (b *Backend) Name() string {
 	return name
 }
 
-// Close gives the memory back.
+// Close gives all memory back, that of tensors and weights too.
 func (b *Backend) Close() error {
-	b.memory, b.work, b.packed = pool{}, nil, 0
+	b.memory, b.work, b.packed = pool{arena: &b.arena}, nil, 0
+	b.arena.close()
 	return nil
 }
 
 // workspace holds one worker's buffers between uses.
-type workspace struct{ buffers [12][]float32 }
+type workspace struct {
+	arena   *arena
+	buffers [buffers][]float32
+}
 
 // buffer returns buffer i with n values of any content.
 func (w *workspace) buffer(i, n int) []float32 {
 	if cap(w.buffers[i]) < n {
-		w.buffers[i] = newFloats(n + n/8)
+		w.arena.put(w.buffers[i])
+		w.buffers[i] = nil
+		w.buffers[i] = w.arena.get(n + n/8)
 	}
 	return w.buffers[i][:n]
 }

@@ -20,6 +20,7 @@ const (
 	bufGradScores        // attention backward: gradient of a strip's scores
 	bufRows              // attention: values per row of a strip
 	bufPlain             // attention backward: queries of a strip, not scaled
+	buffers              // their number
 )
 
 // Blocks of the matrix product: the right panel's block should stay in the first-level cache, the left block in the

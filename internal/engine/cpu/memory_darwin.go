@@ -9,3 +9,8 @@ func physicalMemory() int64 {
 	}
 	return 8 << 30
 }
+
+// mapFloats says that there is no memory outside the heap.
+func mapFloats(int) (f []float32, raw []byte) { return nil, nil }
+
+func unmapFloats([]byte) {}

@@ -4,6 +4,7 @@ import (
 	"os"
 	"strconv"
 	"strings"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 )
@@ -21,4 +22,24 @@ func physicalMemory() int64 {
 		}
 	}
 	return total
+}
+
+// mapFloats maps n zeros, in huge pages where the system has them to spare; nil when it refuses.
+func mapFloats(n int) (f []float32, raw []byte) {
+	const huge = 2 << 20
+	raw, err := unix.Mmap(-1, 0, 4*n+huge, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
+	if err != nil {
+		return nil, nil
+	}
+	// From the first boundary of a huge page on; the rest of the mapping is never touched.
+	skip := int(-uintptr(unsafe.Pointer(&raw[0])) & (huge - 1))
+	_ = unix.Madvise(raw[skip:], unix.MADV_HUGEPAGE) // advice: without it the memory is as good, if slower
+	return unsafe.Slice((*float32)(unsafe.Pointer(&raw[skip])), n), raw
+}
+
+// unmapFloats gives back what mapFloats mapped.
+func unmapFloats(raw []byte) {
+	if err := unix.Munmap(raw); err != nil {
+		panic(err) // raw is not what Mmap returned
+	}
 }

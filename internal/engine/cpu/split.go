@@ -86,6 +86,14 @@ func halves(f []float32) []uint16 {
 	return unsafe.Slice((*uint16)(unsafe.Pointer(&f[0])), 2*len(f))
 }
 
+// floatsOf undoes halves.
+func floatsOf(h []uint16) []float32 {
+	if len(h) == 0 {
+		return nil
+	}
+	return unsafe.Slice((*float32)(unsafe.Pointer(&h[0])), len(h)/2)
+}
+
 // put writes one value of a panel of B: column j of 32, inner index x.
 func put(panel []uint16, parts, j, x int, v float32) {
 	at := x/step*parts*tilePair + j/16*512 + x%step/2*32 + j%16*2 + x%2

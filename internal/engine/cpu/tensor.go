@@ -68,6 +68,7 @@ func (b *Backend) Reshape(t engine.Tensor, rows, cols int) engine.Tensor {
 
 // pool keeps freed memory for the next tensor of about the same size.
 type pool struct {
+	arena            *arena
 	idle             [][]float32 // least recently freed first
 	live, peak, kept int         // floats in tensors, the most there ever were, floats in idle
 }
@@ -82,7 +83,7 @@ func (p *pool) get(n int) *storage {
 		}
 	}
 	if best < 0 {
-		return &storage{floats: newFloats(n)}
+		return &storage{floats: p.arena.get(n)}
 	}
 	f := p.idle[best]
 	p.idle = append(p.idle[:best], p.idle[best+1:]...)
@@ -101,9 +102,7 @@ func (p *pool) put(m *storage) {
 	m.floats, m.stale = nil, false
 	for p.kept > p.peak {
 		p.kept -= cap(p.idle[0])
+		p.arena.put(p.idle[0])
 		p.idle = append(p.idle[:0], p.idle[1:]...)
 	}
 }
-
-// newFloats allocates n zeros.
-func newFloats(n int) []float32 { return make([]float32, n) }

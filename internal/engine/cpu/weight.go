@@ -65,6 +65,9 @@ func (b *Backend) Load(parts ...engine.Matrix) (engine.Weight, error) {
 func (b *Backend) Unload(x engine.Weight) {
 	w := x.(*weight)
 	b.packed -= 4*int64(len(w.forward)+len(w.backward)) + 2*int64(len(w.forward16)+len(w.backward16))
+	for _, f := range [][]float32{w.forward, w.backward, floatsOf(w.forward16), floatsOf(w.backward16)} {
+		b.arena.put(f)
+	}
 	*w = weight{}
 }
 
@@ -74,7 +77,7 @@ func (b *Backend) reserve(n int) []float32 {
 		return nil
 	}
 	b.packed += 4 * int64(n)
-	return newFloats(n)
+	return b.arena.get(n)
 }
 
 // panels is how many panels n columns fill.
