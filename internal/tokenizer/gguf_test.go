@@ -4,54 +4,30 @@ import (
 	"os"
 	"testing"
 
-	parser "github.com/gpustack/gguf-parser-go"
+	"github.com/kvprofile/kvprofile/internal/gguf"
 )
 
-// readVocabulary reads the metadata of a GGUF with a parser that is not this project's. It trims strings, which the
-// printable letters of byte-level tokens survive.
+// readVocabulary reads what this test needs of a GGUF's metadata; internal/model reads all of it.
 func readVocabulary(t *testing.T, path string) Vocabulary {
 	t.Helper()
-	f, err := parser.ParseGGUFFile(path, parser.UseMMap())
+	data, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
 	}
-	get := func(key string) (parser.GGUFMetadataKV, bool) { return f.Header.MetadataKV.Get("tokenizer." + key) }
-	text := func(key string) string {
-		if kv, ok := get(key); ok {
-			return kv.ValueString()
-		}
-		return ""
+	f, err := gguf.Parse(data)
+	if err != nil {
+		t.Fatal(err)
 	}
-	id := func(key string) int32 {
-		if kv, ok := get("ggml." + key); ok {
-			return int32(kv.ValueUint32())
-		}
-		return -1
-	}
-	flag := func(key string) *bool {
-		if kv, ok := get("ggml." + key); ok {
-			b := kv.ValueBool()
-			return &b
-		}
-		return nil
-	}
-	v := Vocabulary{Model: text("ggml.model"), Pre: text("ggml.pre"), ChatTemplate: text("chat_template"),
-		BOS: id("bos_token_id"), EOS: id("eos_token_id"), UNK: id("unknown_token_id"),
-		AddBOS: flag("add_bos_token"), AddEOS: flag("add_eos_token"), AddSpacePrefix: flag("add_space_prefix")}
-	if kv, ok := get("ggml.tokens"); ok {
-		v.Tokens = kv.ValueArray().ValuesString()
-	}
-	if kv, ok := get("ggml.merges"); ok {
-		v.Merges = kv.ValueArray().ValuesString()
-	}
-	if kv, ok := get("ggml.token_type"); ok {
-		for _, n := range kv.ValueArray().ValuesInt32() {
-			v.Types = append(v.Types, int64(n))
-		}
-	}
-	if kv, ok := get("ggml.scores"); ok {
-		v.Scores = kv.ValueArray().ValuesFloat32()
-	}
+	v := Vocabulary{UNK: -1}
+	v.Model, _ = f.Metadata["tokenizer.ggml.model"].(string)
+	v.Pre, _ = f.Metadata["tokenizer.ggml.pre"].(string)
+	v.Tokens, _ = f.Metadata["tokenizer.ggml.tokens"].([]string)
+	v.Types, _ = f.Metadata["tokenizer.ggml.token_type"].([]int64)
+	v.Merges, _ = f.Metadata["tokenizer.ggml.merges"].([]string)
+	v.ChatTemplate, _ = f.Metadata["tokenizer.chat_template"].(string)
+	bos, _ := f.Metadata["tokenizer.ggml.bos_token_id"].(uint64)
+	eos, _ := f.Metadata["tokenizer.ggml.eos_token_id"].(uint64)
+	v.BOS, v.EOS = int32(bos), int32(eos)
 	return v
 }
 
