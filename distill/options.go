@@ -53,7 +53,7 @@ func Recipes() []string { return []string{"cpu", "quick", "paper"} }
 // RecipeNamed returns a preset.
 func RecipeNamed(name string) (Recipe, error) {
 	base := Options{Recipe: name, LearningRate: 0.02, Regularisation: 0.05, InitialGate: 1, Sink: 128, Recent: 256, Seed: 42,
-		StashLimit: 2 << 30, TeacherLimit: 512 << 20, CheckpointEvery: 25}
+		StashLimit: 1 << 30, TeacherLimit: 512 << 20, CheckpointEvery: 25}
 	switch name {
 	case "paper":
 		base.Steps = 2000
