@@ -1,6 +1,6 @@
 """Times PyTorch on the work that internal/engine/cpu's benchmarks do, on this machine and in float32.
 
-    python scripts/bench_pytorch.py [--threads 2] [--quick]
+    python scripts/bench_pytorch.py [--threads 2] [--only prefill]
 
 A decoder of SmolLM2-135M's shape with random weights runs forward over a prompt, and one step of DuoAttention's
 distillation (gated student forward, backward to the gates; the teacher's results are given). "eager" writes attention as
@@ -113,29 +113,35 @@ def distill(x, layers, kind, teacher, gates):
     return torch.autograd.grad(loss, gates)
 
 
-def main():
-    p = argparse.ArgumentParser()
-    p.add_argument("--threads", type=int, default=2)
-    p.add_argument("--quick", action="store_true", help="one run of each")
-    o = p.parse_args()
-    torch.set_num_threads(o.threads)
-    runs = 1 if o.quick else 5
-    print(f"torch {torch.__version__}, {o.threads} threads, float32")
+def cases():
+    """Yields (name, function, floating-point operations or 0)."""
     for m, n, k in [(2048, 576, 576), (2048, 3072, 576), (2048, 576, 1536), (512, 4096, 4096)]:
         a, b = torch.randn(m, k), torch.randn(n, k)
-        t = best(lambda: F.linear(a, b), 4 * runs)
-        print(f"linear {m} x {n} x {k}: {2 * m * n * k / t * 1e-9:.0f} GFLOP/s")
+        yield f"linear {m}x{n}x{k}", lambda a=a, b=b: F.linear(a, b), 2 * m * n * k
     layers = weights()
     for n in (1024, 2048):
         x = torch.randn(n, D)
         for kind in ("eager", "sdpa"):
-            print(f"prefill {n} {kind}: {best(lambda: forward(x, layers, kind), runs):.2f} s")
-        print(f"prefill {n} eager+stats: {best(lambda: forward(x, layers, 'eager', []), runs):.2f} s")
-    n = 1024
-    x, teacher = torch.randn(n, D), [torch.randn(HEADS, n, HD) for _ in layers]
+            yield f"prefill {n} {kind}", lambda x=x, kind=kind: forward(x, layers, kind), 0
+        yield f"prefill {n} eager+stats", lambda x=x: forward(x, layers, "eager", []), 0
+    x, teacher = torch.randn(1024, D), [torch.randn(HEADS, 1024, HD) for _ in layers]
     gates = [torch.rand(KV, requires_grad=True) for _ in layers]
     for kind in ("eager", "sdpa"):
-        print(f"distillation step {n} {kind}: {best(lambda: distill(x, layers, kind, teacher, gates), runs):.2f} s")
+        yield f"distillation 1024 {kind}", lambda kind=kind: distill(x, layers, kind, teacher, gates), 0
+
+
+def main():
+    p = argparse.ArgumentParser()
+    p.add_argument("--threads", type=int, default=2)
+    p.add_argument("--only", default="", help="run the cases whose name holds this")
+    p.add_argument("--runs", type=int, default=5)
+    o = p.parse_args()
+    torch.set_num_threads(o.threads)
+    print(f"torch {torch.__version__}, {o.threads} threads, float32")
+    for name, f, flop in cases():
+        if o.only in name:
+            t = best(f, o.runs)
+            print(f"{name}: {flop / t * 1e-9:.0f} GFLOP/s" if flop else f"{name}: {t:.2f} s", flush=True)
 
 
 if __name__ == "__main__":
