@@ -4009,52 +4009,55 @@ TEXT ·expRowAVX2(SB), NOSPLIT, $0-32
 	MOVQ         n+0(FP), AX
 	MOVQ         x+8(FP), CX
 	VBROADCASTSS top+16(FP), Y0
-	VXORPS       Y1, Y1, Y1
+	MOVL         $0xc2fc0000, DX
+	VMOVD        DX, X1
+	VBROADCASTSS X1, Y1
 	VXORPS       Y2, Y2, Y2
 	VXORPS       Y3, Y3, Y3
 	VXORPS       Y4, Y4, Y4
+	VXORPS       Y5, Y5, Y5
 
 pair:
 	CMPQ        AX, $0x00000010
 	JLT         pair_end
-	VMOVUPS     (CX), Y5
-	VSUBPS      Y0, Y5, Y5
-	VMAXPS      vectorc2fc0000<>+0(SB), Y5, Y7
-	VROUNDPS    $0x08, Y7, Y6
-	VSUBPS      Y6, Y7, Y7
-	VMOVUPS     vector39222000<>+0(SB), Y8
-	VFMADD213PS vector3aafa460<>+0(SB), Y7, Y8
-	VFMADD213PS vector3c1d950e<>+0(SB), Y7, Y8
-	VFMADD213PS vector3d635766<>+0(SB), Y7, Y8
-	VFMADD213PS vector3e75fdf0<>+0(SB), Y7, Y8
-	VFMADD213PS vector3f317218<>+0(SB), Y7, Y8
-	VFMADD213PS vector3f800000<>+0(SB), Y7, Y8
-	VCVTPS2DQ   Y6, Y6
-	VPADDD      vector0000007f<>+0(SB), Y6, Y6
-	VPSLLD      $0x17, Y6, Y6
-	VMULPS      Y6, Y8, Y8
-	VMOVUPS     Y8, (CX)
-	VADDPS      Y8, Y1, Y1
-	VFMADD231PS Y8, Y5, Y3
-	VMOVUPS     32(CX), Y5
-	VSUBPS      Y0, Y5, Y5
-	VMAXPS      vectorc2fc0000<>+0(SB), Y5, Y7
-	VROUNDPS    $0x08, Y7, Y6
-	VSUBPS      Y6, Y7, Y7
-	VMOVUPS     vector39222000<>+0(SB), Y8
-	VFMADD213PS vector3aafa460<>+0(SB), Y7, Y8
-	VFMADD213PS vector3c1d950e<>+0(SB), Y7, Y8
-	VFMADD213PS vector3d635766<>+0(SB), Y7, Y8
-	VFMADD213PS vector3e75fdf0<>+0(SB), Y7, Y8
-	VFMADD213PS vector3f317218<>+0(SB), Y7, Y8
-	VFMADD213PS vector3f800000<>+0(SB), Y7, Y8
-	VCVTPS2DQ   Y6, Y6
-	VPADDD      vector0000007f<>+0(SB), Y6, Y6
-	VPSLLD      $0x17, Y6, Y6
-	VMULPS      Y6, Y8, Y8
-	VMOVUPS     Y8, 32(CX)
-	VADDPS      Y8, Y2, Y2
-	VFMADD231PS Y8, Y5, Y4
+	VMOVUPS     (CX), Y6
+	VSUBPS      Y0, Y6, Y6
+	VMAXPS      Y6, Y1, Y8
+	VROUNDPS    $0x08, Y8, Y7
+	VSUBPS      Y7, Y8, Y8
+	VMOVUPS     vector39222000<>+0(SB), Y9
+	VFMADD213PS vector3aafa460<>+0(SB), Y8, Y9
+	VFMADD213PS vector3c1d950e<>+0(SB), Y8, Y9
+	VFMADD213PS vector3d635766<>+0(SB), Y8, Y9
+	VFMADD213PS vector3e75fdf0<>+0(SB), Y8, Y9
+	VFMADD213PS vector3f317218<>+0(SB), Y8, Y9
+	VFMADD213PS vector3f800000<>+0(SB), Y8, Y9
+	VCVTPS2DQ   Y7, Y7
+	VPADDD      vector0000007f<>+0(SB), Y7, Y7
+	VPSLLD      $0x17, Y7, Y7
+	VMULPS      Y7, Y9, Y9
+	VMOVUPS     Y9, (CX)
+	VADDPS      Y9, Y2, Y2
+	VFMADD231PS Y9, Y6, Y4
+	VMOVUPS     32(CX), Y6
+	VSUBPS      Y0, Y6, Y6
+	VMAXPS      Y6, Y1, Y8
+	VROUNDPS    $0x08, Y8, Y7
+	VSUBPS      Y7, Y8, Y8
+	VMOVUPS     vector39222000<>+0(SB), Y9
+	VFMADD213PS vector3aafa460<>+0(SB), Y8, Y9
+	VFMADD213PS vector3c1d950e<>+0(SB), Y8, Y9
+	VFMADD213PS vector3d635766<>+0(SB), Y8, Y9
+	VFMADD213PS vector3e75fdf0<>+0(SB), Y8, Y9
+	VFMADD213PS vector3f317218<>+0(SB), Y8, Y9
+	VFMADD213PS vector3f800000<>+0(SB), Y8, Y9
+	VCVTPS2DQ   Y7, Y7
+	VPADDD      vector0000007f<>+0(SB), Y7, Y7
+	VPSLLD      $0x17, Y7, Y7
+	VMULPS      Y7, Y9, Y9
+	VMOVUPS     Y9, 32(CX)
+	VADDPS      Y9, Y3, Y3
+	VFMADD231PS Y9, Y6, Y5
 	ADDQ        $0x00000040, CX
 	SUBQ        $0x00000010, AX
 	JMP         pair
@@ -4063,25 +4066,25 @@ pair_end:
 one:
 	CMPQ        AX, $0x00000008
 	JLT         one_end
-	VMOVUPS     (CX), Y5
-	VSUBPS      Y0, Y5, Y5
-	VMAXPS      vectorc2fc0000<>+0(SB), Y5, Y7
-	VROUNDPS    $0x08, Y7, Y6
-	VSUBPS      Y6, Y7, Y7
-	VMOVUPS     vector39222000<>+0(SB), Y8
-	VFMADD213PS vector3aafa460<>+0(SB), Y7, Y8
-	VFMADD213PS vector3c1d950e<>+0(SB), Y7, Y8
-	VFMADD213PS vector3d635766<>+0(SB), Y7, Y8
-	VFMADD213PS vector3e75fdf0<>+0(SB), Y7, Y8
-	VFMADD213PS vector3f317218<>+0(SB), Y7, Y8
-	VFMADD213PS vector3f800000<>+0(SB), Y7, Y8
-	VCVTPS2DQ   Y6, Y6
-	VPADDD      vector0000007f<>+0(SB), Y6, Y6
-	VPSLLD      $0x17, Y6, Y6
-	VMULPS      Y6, Y8, Y8
-	VMOVUPS     Y8, (CX)
-	VADDPS      Y8, Y1, Y1
-	VFMADD231PS Y8, Y5, Y3
+	VMOVUPS     (CX), Y6
+	VSUBPS      Y0, Y6, Y6
+	VMAXPS      Y6, Y1, Y8
+	VROUNDPS    $0x08, Y8, Y7
+	VSUBPS      Y7, Y8, Y8
+	VMOVUPS     vector39222000<>+0(SB), Y9
+	VFMADD213PS vector3aafa460<>+0(SB), Y8, Y9
+	VFMADD213PS vector3c1d950e<>+0(SB), Y8, Y9
+	VFMADD213PS vector3d635766<>+0(SB), Y8, Y9
+	VFMADD213PS vector3e75fdf0<>+0(SB), Y8, Y9
+	VFMADD213PS vector3f317218<>+0(SB), Y8, Y9
+	VFMADD213PS vector3f800000<>+0(SB), Y8, Y9
+	VCVTPS2DQ   Y7, Y7
+	VPADDD      vector0000007f<>+0(SB), Y7, Y7
+	VPSLLD      $0x17, Y7, Y7
+	VMULPS      Y7, Y9, Y9
+	VMOVUPS     Y9, (CX)
+	VADDPS      Y9, Y2, Y2
+	VFMADD231PS Y9, Y6, Y4
 	ADDQ        $0x00000020, CX
 	SUBQ        $0x00000008, AX
 	JMP         one
@@ -4089,40 +4092,40 @@ one:
 one_end:
 	TESTQ        AX, AX
 	JZ           done
-	VMOVD        AX, X5
-	VPBROADCASTD X5, Y5
-	VPCMPGTD     lanes<>+0(SB), Y5, Y5
-	VMASKMOVPS   (CX), Y5, Y6
-	VSUBPS       Y0, Y6, Y6
-	VMAXPS       vectorc2fc0000<>+0(SB), Y6, Y7
-	VROUNDPS     $0x08, Y7, Y0
+	VMOVD        AX, X6
+	VPBROADCASTD X6, Y6
+	VPCMPGTD     lanes<>+0(SB), Y6, Y6
+	VMASKMOVPS   (CX), Y6, Y7
 	VSUBPS       Y0, Y7, Y7
+	VMAXPS       Y7, Y1, Y1
+	VROUNDPS     $0x08, Y1, Y0
+	VSUBPS       Y0, Y1, Y1
 	VMOVUPS      vector39222000<>+0(SB), Y8
-	VFMADD213PS  vector3aafa460<>+0(SB), Y7, Y8
-	VFMADD213PS  vector3c1d950e<>+0(SB), Y7, Y8
-	VFMADD213PS  vector3d635766<>+0(SB), Y7, Y8
-	VFMADD213PS  vector3e75fdf0<>+0(SB), Y7, Y8
-	VFMADD213PS  vector3f317218<>+0(SB), Y7, Y8
-	VFMADD213PS  vector3f800000<>+0(SB), Y7, Y8
+	VFMADD213PS  vector3aafa460<>+0(SB), Y1, Y8
+	VFMADD213PS  vector3c1d950e<>+0(SB), Y1, Y8
+	VFMADD213PS  vector3d635766<>+0(SB), Y1, Y8
+	VFMADD213PS  vector3e75fdf0<>+0(SB), Y1, Y8
+	VFMADD213PS  vector3f317218<>+0(SB), Y1, Y8
+	VFMADD213PS  vector3f800000<>+0(SB), Y1, Y8
 	VCVTPS2DQ    Y0, Y0
 	VPADDD       vector0000007f<>+0(SB), Y0, Y0
 	VPSLLD       $0x17, Y0, Y0
 	VMULPS       Y0, Y8, Y8
-	VMASKMOVPS   Y8, Y5, (CX)
-	VANDPS       Y5, Y8, Y8
-	VADDPS       Y8, Y2, Y2
-	VFMADD231PS  Y8, Y6, Y4
+	VMASKMOVPS   Y8, Y6, (CX)
+	VANDPS       Y6, Y8, Y8
+	VADDPS       Y8, Y3, Y3
+	VFMADD231PS  Y8, Y7, Y5
 
 done:
-	VADDPS       Y2, Y1, Y1
-	VADDPS       Y4, Y3, Y3
-	VEXTRACTF128 $0x01, Y1, X0
-	VADDPS       X1, X0, X0
+	VADDPS       Y3, Y2, Y2
+	VADDPS       Y5, Y4, Y4
+	VEXTRACTF128 $0x01, Y2, X0
+	VADDPS       X2, X0, X0
 	VHADDPS      X0, X0, X0
 	VHADDPS      X0, X0, X0
 	MOVSS        X0, z+24(FP)
-	VEXTRACTF128 $0x01, Y3, X0
-	VADDPS       X3, X0, X0
+	VEXTRACTF128 $0x01, Y4, X0
+	VADDPS       X4, X0, X0
 	VHADDPS      X0, X0, X0
 	VHADDPS      X0, X0, X0
 	MOVSS        X0, zt+28(FP)
@@ -4198,16 +4201,6 @@ DATA vector39222000<>+20(SB)/4, $0x39222000
 DATA vector39222000<>+24(SB)/4, $0x39222000
 DATA vector39222000<>+28(SB)/4, $0x39222000
 GLOBL vector39222000<>(SB), RODATA|NOPTR, $32
-
-DATA vectorc2fc0000<>+0(SB)/4, $0xc2fc0000
-DATA vectorc2fc0000<>+4(SB)/4, $0xc2fc0000
-DATA vectorc2fc0000<>+8(SB)/4, $0xc2fc0000
-DATA vectorc2fc0000<>+12(SB)/4, $0xc2fc0000
-DATA vectorc2fc0000<>+16(SB)/4, $0xc2fc0000
-DATA vectorc2fc0000<>+20(SB)/4, $0xc2fc0000
-DATA vectorc2fc0000<>+24(SB)/4, $0xc2fc0000
-DATA vectorc2fc0000<>+28(SB)/4, $0xc2fc0000
-GLOBL vectorc2fc0000<>(SB), RODATA|NOPTR, $32
 
 DATA vector0000007f<>+0(SB)/4, $0x0000007f
 DATA vector0000007f<>+4(SB)/4, $0x0000007f
@@ -4522,36 +4515,39 @@ TEXT ·swigluAVX2(SB), NOSPLIT, $0-32
 	MOVQ         y+8(FP), CX
 	MOVQ         gate+16(FP), DX
 	MOVQ         up+24(FP), BX
-	MOVL         $0x3f800000, SI
+	MOVL         $0xc2fc0000, SI
 	VMOVD        SI, X0
 	VBROADCASTSS X0, Y0
+	MOVL         $0x3f800000, SI
+	VMOVD        SI, X1
+	VBROADCASTSS X1, Y1
 	XORQ         SI, SI
 	SHLQ         $0x02, AX
 	JZ           done
 
 loop:
-	VMOVUPS     (DX)(SI*1), Y1
-	VMULPS      vectorbfb8aa3b<>+0(SB), Y1, Y2
-	VMINPS      vector42fc0000<>+0(SB), Y2, Y2
-	VMAXPS      vectorc2fc0000<>+0(SB), Y2, Y3
-	VROUNDPS    $0x08, Y3, Y2
-	VSUBPS      Y2, Y3, Y3
-	VMOVUPS     vector39222000<>+0(SB), Y4
-	VFMADD213PS vector3aafa460<>+0(SB), Y3, Y4
-	VFMADD213PS vector3c1d950e<>+0(SB), Y3, Y4
-	VFMADD213PS vector3d635766<>+0(SB), Y3, Y4
-	VFMADD213PS vector3e75fdf0<>+0(SB), Y3, Y4
-	VFMADD213PS vector3f317218<>+0(SB), Y3, Y4
-	VFMADD213PS vector3f800000<>+0(SB), Y3, Y4
-	VCVTPS2DQ   Y2, Y2
-	VPADDD      vector0000007f<>+0(SB), Y2, Y2
-	VPSLLD      $0x17, Y2, Y2
-	VMULPS      Y2, Y4, Y4
-	VADDPS      Y0, Y4, Y4
-	VDIVPS      Y4, Y0, Y4
-	VMULPS      Y1, Y4, Y4
-	VMULPS      (BX)(SI*1), Y4, Y4
-	VMOVUPS     Y4, (CX)(SI*1)
+	VMOVUPS     (DX)(SI*1), Y2
+	VMULPS      vectorbfb8aa3b<>+0(SB), Y2, Y3
+	VMINPS      vector42fc0000<>+0(SB), Y3, Y3
+	VMAXPS      Y3, Y0, Y4
+	VROUNDPS    $0x08, Y4, Y3
+	VSUBPS      Y3, Y4, Y4
+	VMOVUPS     vector39222000<>+0(SB), Y5
+	VFMADD213PS vector3aafa460<>+0(SB), Y4, Y5
+	VFMADD213PS vector3c1d950e<>+0(SB), Y4, Y5
+	VFMADD213PS vector3d635766<>+0(SB), Y4, Y5
+	VFMADD213PS vector3e75fdf0<>+0(SB), Y4, Y5
+	VFMADD213PS vector3f317218<>+0(SB), Y4, Y5
+	VFMADD213PS vector3f800000<>+0(SB), Y4, Y5
+	VCVTPS2DQ   Y3, Y3
+	VPADDD      vector0000007f<>+0(SB), Y3, Y3
+	VPSLLD      $0x17, Y3, Y3
+	VMULPS      Y3, Y5, Y5
+	VADDPS      Y1, Y5, Y5
+	VDIVPS      Y5, Y1, Y5
+	VMULPS      Y2, Y5, Y5
+	VMULPS      (BX)(SI*1), Y5, Y5
+	VMOVUPS     Y5, (CX)(SI*1)
 	ADDQ        $0x20, SI
 	CMPQ        SI, AX
 	JLT         loop
@@ -4589,42 +4585,45 @@ TEXT ·swigluBackAVX2(SB), NOSPLIT, $0-48
 	MOVQ         dy+24(FP), BX
 	MOVQ         gate+32(FP), SI
 	MOVQ         up+40(FP), DI
-	MOVL         $0x3f800000, R8
+	MOVL         $0xc2fc0000, R8
 	VMOVD        R8, X0
 	VBROADCASTSS X0, Y0
+	MOVL         $0x3f800000, R8
+	VMOVD        R8, X1
+	VBROADCASTSS X1, Y1
 	XORQ         R8, R8
 	SHLQ         $0x02, AX
 	JZ           done
 
 loop:
-	VMOVUPS     (SI)(R8*1), Y1
-	VMOVUPS     (BX)(R8*1), Y2
-	VMULPS      vectorbfb8aa3b<>+0(SB), Y1, Y3
-	VMINPS      vector42fc0000<>+0(SB), Y3, Y3
-	VMAXPS      vectorc2fc0000<>+0(SB), Y3, Y5
-	VROUNDPS    $0x08, Y5, Y3
-	VSUBPS      Y3, Y5, Y5
-	VMOVUPS     vector39222000<>+0(SB), Y4
-	VFMADD213PS vector3aafa460<>+0(SB), Y5, Y4
-	VFMADD213PS vector3c1d950e<>+0(SB), Y5, Y4
-	VFMADD213PS vector3d635766<>+0(SB), Y5, Y4
-	VFMADD213PS vector3e75fdf0<>+0(SB), Y5, Y4
-	VFMADD213PS vector3f317218<>+0(SB), Y5, Y4
-	VFMADD213PS vector3f800000<>+0(SB), Y5, Y4
-	VCVTPS2DQ   Y3, Y3
-	VPADDD      vector0000007f<>+0(SB), Y3, Y3
-	VPSLLD      $0x17, Y3, Y3
+	VMOVUPS     (SI)(R8*1), Y2
+	VMOVUPS     (BX)(R8*1), Y3
+	VMULPS      vectorbfb8aa3b<>+0(SB), Y2, Y4
+	VMINPS      vector42fc0000<>+0(SB), Y4, Y4
+	VMAXPS      Y4, Y0, Y6
+	VROUNDPS    $0x08, Y6, Y4
+	VSUBPS      Y4, Y6, Y6
+	VMOVUPS     vector39222000<>+0(SB), Y5
+	VFMADD213PS vector3aafa460<>+0(SB), Y6, Y5
+	VFMADD213PS vector3c1d950e<>+0(SB), Y6, Y5
+	VFMADD213PS vector3d635766<>+0(SB), Y6, Y5
+	VFMADD213PS vector3e75fdf0<>+0(SB), Y6, Y5
+	VFMADD213PS vector3f317218<>+0(SB), Y6, Y5
+	VFMADD213PS vector3f800000<>+0(SB), Y6, Y5
+	VCVTPS2DQ   Y4, Y4
+	VPADDD      vector0000007f<>+0(SB), Y4, Y4
+	VPSLLD      $0x17, Y4, Y4
+	VMULPS      Y4, Y5, Y5
+	VADDPS      Y1, Y5, Y5
+	VDIVPS      Y5, Y1, Y5
+	VSUBPS      Y5, Y1, Y4
+	VFMADD213PS Y1, Y2, Y4
+	VMULPS      Y5, Y3, Y3
 	VMULPS      Y3, Y4, Y4
-	VADDPS      Y0, Y4, Y4
-	VDIVPS      Y4, Y0, Y4
-	VSUBPS      Y4, Y0, Y3
-	VFMADD213PS Y0, Y1, Y3
-	VMULPS      Y4, Y2, Y2
+	VMULPS      (DI)(R8*1), Y4, Y4
 	VMULPS      Y2, Y3, Y3
-	VMULPS      (DI)(R8*1), Y3, Y3
-	VMULPS      Y1, Y2, Y2
-	VMOVUPS     Y2, (DX)(R8*1)
-	VMOVUPS     Y3, (CX)(R8*1)
+	VMOVUPS     Y3, (DX)(R8*1)
+	VMOVUPS     Y4, (CX)(R8*1)
 	ADDQ        $0x20, R8
 	CMPQ        R8, AX
 	JLT         loop

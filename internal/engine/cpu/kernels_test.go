@@ -220,6 +220,27 @@ func TestExponential(t *testing.T) {
 	}
 }
 
+// What is not a number must not vanish in a softmax or an activation.
+func TestNaNSurvives(t *testing.T) {
+	nan := float32(math.NaN())
+	for _, k := range tiers() {
+		for _, n := range []int{1, 5, 16, 40} {
+			for at := range n {
+				x, ones, y := make([]float32, n), make([]float32, n), make([]float32, n)
+				for i := range ones {
+					ones[i] = 1
+				}
+				x[at] = nan
+				k.swiglu(y, x, ones)
+				z, _ := k.expRow(x, 0)
+				if z == z || x[at] == x[at] || y[at] == y[at] {
+					t.Fatalf("%s: NaN at %d of %d: sum %g, exponential %g, activation %g", k.tier, at, n, z, x[at], y[at])
+				}
+			}
+		}
+	}
+}
+
 func TestHolders(t *testing.T) {
 	for _, b := range backends(t, 1) {
 		e := make([]float32, 32)

@@ -44,6 +44,8 @@ func (w *weight) decodeRow(dst []float32, r int) {
 	panic(fmt.Sprintf("row beyond the %d of tensor %s", w.rows, w.parts[0].Name))
 }
 
+// Load keeps the parts as they are: their data, a mapped file as a rule, must stay until Unload. Nothing is converted
+// before it is used.
 func (b *Backend) Load(parts ...engine.Matrix) (engine.Weight, error) {
 	w := &weight{parts: parts, cols: parts[0].Cols}
 	for _, p := range parts {

@@ -274,7 +274,8 @@ func dotRows(s isa) {
 type exponential struct {
 	s         isa
 	p         []Op
-	low, bias Op
+	low       reg.VecVirtual
+	bias      Op
 }
 
 func newExponential(s isa) exponential {
@@ -283,7 +284,7 @@ func newExponential(s isa) exponential {
 		e.p = append(e.p, s.operand(math.Float32bits(float32(c))))
 	}
 	if s.lanes == 8 {
-		e.low = s.operand(math.Float32bits(-126))
+		e.low = s.float(-126)
 		e.bias = s.operand(127)
 	}
 	return e
@@ -323,8 +324,8 @@ func (e exponential) of(t reg.VecVirtual) reg.VecVirtual {
 		VRNDSCALEPS(Imm(8), t, whole)
 		VSUBPS(whole, t, f)
 	} else {
-		// Below 2^-126 the result stays at 2^-126: AVX2 has no scaling that reaches zero.
-		VMAXPS(e.low, t, f)
+		// Below 2^-126 the result stays at 2^-126: AVX2 has no scaling that reaches zero. A NaN stays one in this order.
+		VMAXPS(t, e.low, f)
 		VROUNDPS(Imm(8), f, whole)
 		VSUBPS(whole, f, f)
 	}
