@@ -98,6 +98,8 @@ func distillCost(cfg engine.Config, lengths []int, o distill.Options) cost {
 	c.matmul, c.attention = 3*m*steps, a*steps
 	c.memory = min(cfg.StashBytes(longest), o.StashLimit) + 2*cfg.TeacherBytes(longest) + min(o.TeacherLimit, cfg.TeacherBytes(longest)*int64(len(lengths))) +
 		3*activationBytes(cfg, longest)
+	// Samples of other lengths leave buffers that are kept for reuse.
+	c.memory += c.memory / 3
 	return c
 }
 
