@@ -13,11 +13,20 @@ import (
 	"time"
 )
 
-// call runs the command in this process.
+// call runs the command in this process, with the configuration tiny.yaml in dir if there is one.
 func call(ctx context.Context, dir string, args ...string) (code int, stdout, stderr string) {
 	var out, log bytes.Buffer
-	code = Main(ctx, args, strings.NewReader(""), &out, &log, []string{"KVPROFILE_CONFIG=" + filepath.Join(dir, "tiny.yaml")})
+	var env []string
+	if config := filepath.Join(dir, "tiny.yaml"); exists(config) {
+		env = append(env, "KVPROFILE_CONFIG="+config)
+	}
+	code = Main(ctx, args, strings.NewReader(""), &out, &log, env)
 	return code, out.String(), log.String()
+}
+
+func exists(path string) bool {
+	_, err := os.Stat(path)
+	return err == nil
 }
 
 func tinyDir(t *testing.T) string {

@@ -20,7 +20,7 @@ func TestRunOnSmolLM2(t *testing.T) {
 	}
 	dir := t.TempDir()
 	out := filepath.Join(dir, "out")
-	code, stdout, log := call(context.Background(), dir, "run", path, "--quick", "--steps", "8", "--learning-rate", "0.4", "--json", "-o", out, "--config", "")
+	code, stdout, log := call(context.Background(), dir, "run", path, "--quick", "--steps", "8", "--learning-rate", "0.4", "--json", "-o", out)
 	if code != exitDone {
 		t.Fatalf("exit code %d: %s", code, log)
 	}
