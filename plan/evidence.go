@@ -50,6 +50,8 @@ type Calibration struct {
 	RecordSHA256 string `json:"record_sha256,omitempty" jsonschema:"pattern=^[0-9a-f]{64}$,maxLength=64"`
 	// GatesSHA256 is of the trained gates.
 	GatesSHA256 string `json:"gates_sha256,omitempty" jsonschema:"pattern=^[0-9a-f]{64}$,maxLength=64"`
+	// PoliciesSHA256 is of the FastGen policies.
+	PoliciesSHA256 string `json:"policies_sha256,omitempty" jsonschema:"pattern=^[0-9a-f]{64}$,maxLength=64"`
 	// BudgetsSHA256 is of the layer budgets.
 	BudgetsSHA256 string `json:"budgets_sha256,omitempty" jsonschema:"pattern=^[0-9a-f]{64}$,maxLength=64"`
 }

@@ -482,6 +482,7 @@ func (c *checker) evidence(sound bool) {
 	if k := e.Calibration; k != nil {
 		hash("/evidence/calibration/record_sha256", k.RecordSHA256)
 		hash("/evidence/calibration/gates_sha256", k.GatesSHA256)
+		hash("/evidence/calibration/policies_sha256", k.PoliciesSHA256)
 		hash("/evidence/calibration/budgets_sha256", k.BudgetsSHA256)
 		for i, d := range k.Datasets {
 			at := "/evidence/calibration/datasets/" + strconv.Itoa(i)

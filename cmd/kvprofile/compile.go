@@ -188,6 +188,9 @@ func (a *app) readInputs(from compileInputs) (*compile.Inputs, error) {
 	if in.Budgets, err = pyramid.Load(from.pyramid); err != nil {
 		return nil, err
 	}
+	if in.PoliciesSHA256, _, err = run.DigestPath(from.fastgen); err != nil {
+		return nil, err
+	}
 	if in.BudgetsSHA256, _, err = run.DigestPath(from.pyramid); err != nil {
 		return nil, err
 	}

@@ -34,7 +34,7 @@ type Inputs struct {
 	// Budgets hold what the layers need; the search divides many budgets by it.
 	Budgets *pyramid.Artefact
 	// Digests of the files, SHA-256 in hex, as evidence.
-	GatesSHA256, BudgetsSHA256 string
+	GatesSHA256, PoliciesSHA256, BudgetsSHA256 string
 	// Datasets that the record and the gates come from.
 	Datasets []plan.DatasetRef
 }

@@ -60,7 +60,7 @@ func inputs(t *testing.T, seed uint64, windows []int) Inputs {
 	in := Inputs{Tool: plan.Tool{Name: "test", Version: "1"}, Record: record, ModelID: "id",
 		Model: plan.Model{Name: "llama", Architecture: "llama", NLayers: c.Layers, NHeads: c.Heads, NKVHeads: c.KVHeads, HeadDim: c.HeadDim,
 			MaxPosition: c.MaxPosition, SlidingWindow: windows, RoPE: plan.RoPE{Theta: c.RoPE.Theta}, SHA256: plan.Hashes{Config: print.Config, Weights: print.Weights, Tokenizer: print.Tokenizer}},
-		GatesSHA256: strings.Repeat("a", 64), BudgetsSHA256: strings.Repeat("b", 64)}
+		GatesSHA256: strings.Repeat("a", 64), PoliciesSHA256: strings.Repeat("c", 64), BudgetsSHA256: strings.Repeat("b", 64)}
 	for id := range m.Tokenizer.VocabSize() {
 		switch {
 		case m.Tokenizer.IsSpecial(int32(id)):

@@ -40,7 +40,7 @@ func (c *compiler) evidence(r *Result, s state) error {
 		return err
 	}
 	p.Evidence = &plan.Evidence{Recipe: recipe, Agreement: agreement, Calibration: &plan.Calibration{Datasets: c.in.Datasets,
-		RecordSHA256: c.record, GatesSHA256: c.in.GatesSHA256, BudgetsSHA256: c.in.BudgetsSHA256}}
+		RecordSHA256: c.record, GatesSHA256: c.in.GatesSHA256, PoliciesSHA256: c.in.PoliciesSHA256, BudgetsSHA256: c.in.BudgetsSHA256}}
 	if r.Met {
 		recipe.Figures["request_met"] = 1
 	} else {
