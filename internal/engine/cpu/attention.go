@@ -205,7 +205,8 @@ func (b *Backend) Attention(out, q, k, v engine.Tensor, spec engine.AttentionSpe
 	kp, vp := b.packColumns(ks, keys, spec.KVHeads, d), b.packRows(vs, keys, spec.KVHeads, d)
 	defer b.free(kp)
 	defer b.free(vp)
-	chunks := b.chunks(&spec, n, 32)
+	// Enough chunks for many workers; each has its own column sums, so not too many either.
+	chunks := b.chunks(&spec, n, max(32, spec.Heads*min(8, n/1024)))
 	var taps []*headTap
 	if tap != nil {
 		taps = b.newTaps(tap, &spec, keys, chunks)

@@ -159,6 +159,26 @@ func (noise) Matrix(name string) (engine.Matrix, error) {
 	return m, nil
 }
 
+// BenchmarkUnpacked is a prefill with no memory for packed weights: every use converts them, as of a model that is
+// larger than memory.
+func BenchmarkUnpacked(b *testing.B) {
+	be := newBackend(b, Options{Threads: benchThreads, PackLimit: -1})
+	m, err := engine.New(smol, noise{}, be)
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer m.Close()
+	for _, n := range []int{1, 1024} {
+		b.Run(fmt.Sprintf("%s/prefill-%d", be.k.tier, n), func(b *testing.B) {
+			for b.Loop() {
+				if err := m.Forward(context.Background(), &engine.Sequence{Tokens: make([]int32, n)}); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}
+
 // BenchmarkModel runs the whole of a model with SmolLM2-135M's shape.
 func BenchmarkModel(b *testing.B) {
 	for _, k := range tiers() {

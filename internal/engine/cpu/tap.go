@@ -330,8 +330,10 @@ func (b *Backend) holders(e []float32, masses []float64, counts []float64) {
 	total, _ := b.k.above(e, 0)
 	for x, share := range masses {
 		want := float32(share * float64(total))
-		lo, hi := uint32(0), math.Float32bits(1)
-		_, atLo := b.k.above(e, 0)
+		// All values up to this one, were there as many as can be, would hold less than what may be left out.
+		low := 0.99 * float32(1-share) * total / float32(len(e))
+		lo, hi := math.Float32bits(low), math.Float32bits(1)
+		_, atLo := b.k.above(e, low)
 		held, n := float32(0), 0 // above hi
 		for hi-lo > 1 && atLo-n > 1 {
 			mid := lo + (hi-lo)/2
