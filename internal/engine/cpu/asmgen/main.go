@@ -272,10 +272,10 @@ func dotRows(s isa) {
 // exponential computes 2^t of t <= 128 in place of r, with relative error below 2e-7. The polynomial is that of
 // 2^f on [-1/2, 1/2] of degree 6, near minimax (its own error is 2e-9).
 type exponential struct {
-	s         isa
-	p         []Op
-	low       reg.VecVirtual
-	bias      Op
+	s    isa
+	p    []Op
+	low  reg.VecVirtual
+	bias Op
 }
 
 func newExponential(s isa) exponential {
