@@ -1,8 +1,6 @@
 package fastgen
 
 import (
-	"bytes"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -13,19 +11,7 @@ import (
 )
 
 // FormatError says that a file is no fastgen.json that this program reads.
-type FormatError struct {
-	Path, Reason string
-	Err          error // may be nil
-}
-
-func (e *FormatError) Error() string {
-	if e.Err != nil {
-		return fmt.Sprintf("%s: %s: %v", e.Path, e.Reason, e.Err)
-	}
-	return fmt.Sprintf("%s: %s", e.Path, e.Reason)
-}
-
-func (e *FormatError) Unwrap() error { return e.Err }
+type FormatError = run.FormatError
 
 // Save writes fastgen.json; path is as it was or whole.
 func (r *Result) Save(path string) error { return run.WriteJSON(path, r) }
@@ -39,30 +25,14 @@ func Load(path string) (*Result, error) {
 	defer f.Close()
 	r, err := decode(f)
 	if err != nil {
-		return nil, &FormatError{path, "cannot be read as fastgen policies", err}
+		return nil, &FormatError{Path: path, Reason: "cannot be read as fastgen policies", Err: err}
 	}
 	return r, nil
 }
 
 func decode(from io.Reader) (*Result, error) {
-	text, err := io.ReadAll(from)
-	if err != nil {
-		return nil, err
-	}
-	var head struct {
-		Format  string `json:"format"`
-		Version int    `json:"version"`
-	}
-	if err := json.Unmarshal(text, &head); err != nil {
-		return nil, err
-	}
-	if head.Format != formatName || head.Version != formatVersion {
-		return nil, fmt.Errorf("format %q version %d, this program reads %q version %d", head.Format, head.Version, formatName, formatVersion)
-	}
 	r := new(Result)
-	d := json.NewDecoder(bytes.NewReader(text))
-	d.DisallowUnknownFields()
-	if err := d.Decode(r); err != nil {
+	if err := run.ReadJSON(from, formatName, formatVersion, r); err != nil {
 		return nil, err
 	}
 	return r, r.check()

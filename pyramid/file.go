@@ -1,9 +1,7 @@
 package pyramid
 
 import (
-	"bytes"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -75,19 +73,7 @@ func (a *Artefact) complete(q Request) Request {
 func (a *Artefact) Divide(q Request) (Result, error) { return Allocate(a.complete(q)) }
 
 // FormatError says that a file is no pyramid.json that this program reads.
-type FormatError struct {
-	Path, Reason string
-	Err          error // may be nil
-}
-
-func (e *FormatError) Error() string {
-	if e.Err != nil {
-		return fmt.Sprintf("%s: %s: %v", e.Path, e.Reason, e.Err)
-	}
-	return fmt.Sprintf("%s: %s", e.Path, e.Reason)
-}
-
-func (e *FormatError) Unwrap() error { return e.Err }
+type FormatError = run.FormatError
 
 // Save writes pyramid.json; path is as it was or whole.
 func (a *Artefact) Save(path string) error { return run.WriteJSON(path, a) }
@@ -101,30 +87,14 @@ func Load(path string) (*Artefact, error) {
 	defer f.Close()
 	a, err := decode(f)
 	if err != nil {
-		return nil, &FormatError{path, "cannot be read as layer budgets", err}
+		return nil, &FormatError{Path: path, Reason: "cannot be read as layer budgets", Err: err}
 	}
 	return a, nil
 }
 
 func decode(from io.Reader) (*Artefact, error) {
-	text, err := io.ReadAll(from)
-	if err != nil {
-		return nil, err
-	}
-	var head struct {
-		Format  string `json:"format"`
-		Version int    `json:"version"`
-	}
-	if err := json.Unmarshal(text, &head); err != nil {
-		return nil, err
-	}
-	if head.Format != formatName || head.Version != formatVersion {
-		return nil, fmt.Errorf("format %q version %d, this program reads %q version %d", head.Format, head.Version, formatName, formatVersion)
-	}
 	a := new(Artefact)
-	d := json.NewDecoder(bytes.NewReader(text))
-	d.DisallowUnknownFields()
-	if err := d.Decode(a); err != nil {
+	if err := run.ReadJSON(from, formatName, formatVersion, a); err != nil {
 		return nil, err
 	}
 	m, x := a.Model, &a.Measurement
