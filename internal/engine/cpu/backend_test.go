@@ -383,6 +383,8 @@ func tapCases() map[string]struct {
 	full := engine.AttentionSpec{Heads: 4, KVHeads: 2, HeadDim: 64}
 	window := full
 	window.Window = 70
+	masked := full
+	masked.Masks = []engine.Mask{{Sink: 4, Recent: 40}, {}}
 	everything := engine.Tap{Prompt: 290, Far: []int{1, 29, 100, 400}, Windows: []int{8, 32, 64}, VarianceWindow: 40, Recent: []int{64, 1, 16, 64, 1000},
 		Answer: []int{289, 290, 291, 299}, KeysEvery: 4, Masses: []float64{.5, .9, .99}, Map: 128, Exact: []int{1, 3}}
 	short := everything
@@ -391,6 +393,7 @@ func tapCases() map[string]struct {
 	return map[string]kase{
 		"everything":     {attentionCase{300, full}, everything},
 		"sliding window": {attentionCase{300, window}, everything},
+		"masked heads":   {attentionCase{300, masked}, everything},
 		"short":          {attentionCase{28, full}, short},
 		"one token":      {attentionCase{1, full}, plain},
 	}

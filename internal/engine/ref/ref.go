@@ -206,19 +206,25 @@ func (b *Backend[T]) SplitBackward(dqkv, dq, dk, dv engine.Tensor) {
 }
 
 func (b *Backend[T]) RoPE(x engine.Tensor, table *engine.Rotary, start int, inverse bool) {
-	half := table.HeadDim / 2
+	sign := T(1)
+	if inverse { // the transposed map: a rotation's inverse, times the scaling's factor
+		sign = -1
+	}
 	for i := range x.Rows() {
 		row := host[T](x).row(i)
 		for h := 0; h < len(row); h += table.HeadDim {
-			for j := range half {
-				c, s := T(table.Cos[(start+i)*half+j]), T(table.Sin[(start+i)*half+j])
-				if inverse { // the transposed map: a rotation's inverse, times the scaling's factor
-					s = -s
-				}
-				u, v := row[h+j], row[h+j+half]
-				row[h+j], row[h+j+half] = u*c-v*s, v*c+u*s
-			}
+			rotate(row[h:h+table.HeadDim], table, start+i, sign)
 		}
+	}
+}
+
+// rotate turns one head's vector in place.
+func rotate[T Float](x []T, table *engine.Rotary, position int, sign T) {
+	half := table.HeadDim / 2
+	for j := range half {
+		c, s := T(table.Cos[position*half+j]), sign*T(table.Sin[position*half+j])
+		u, v := x[j], x[j+half]
+		x[j], x[j+half] = u*c-v*s, v*c+u*s
 	}
 }
 
