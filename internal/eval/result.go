@@ -286,9 +286,12 @@ func (x *Run) validate() error {
 		case t.Bytes < 0 || t.FullBytes < 1:
 			return fmt.Errorf("%s: %d bytes of %d", at, t.Bytes, t.FullBytes)
 		}
-		for name, v := range map[string]float64{"nll": t.NLL, "full_nll": t.FullNLL, "kl": t.KL} {
-			if !(v >= 0) || math.IsInf(v, 0) {
-				return fmt.Errorf("%s: %s is %v, must be finite and at least 0", at, name, v)
+		for _, v := range []struct {
+			name string
+			sum  float64
+		}{{"nll", t.NLL}, {"full_nll", t.FullNLL}, {"kl", t.KL}} {
+			if !(v.sum >= 0) || math.IsInf(v.sum, 0) {
+				return fmt.Errorf("%s: %s is %v, must be finite and at least 0", at, v.name, v.sum)
 			}
 		}
 	}
