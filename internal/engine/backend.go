@@ -71,7 +71,6 @@ type Backend interface {
 	Slice(t Tensor, lo, hi int) Tensor
 	Reshape(t Tensor, rows, cols int) Tensor
 	Copy(dst, src Tensor)
-	Zero(t Tensor)
 	// Upload and Download convert between the device and row-major host values.
 	Upload(dst Tensor, src []float64)
 	Download(dst []float64, src Tensor)
@@ -90,8 +89,6 @@ type Backend interface {
 	MatMulBackward(dx, dy Tensor, w Weight, accumulate bool)
 	// AddBias: x[S,N] += b[N] on every row. Its backward is the identity.
 	AddBias(x Tensor, b Weight)
-	// Add: dst[S,N] += x[S,N].
-	Add(dst, x Tensor)
 
 	// RMSNorm: y[S,D] = x / sqrt(mean(x^2) + eps) * w[D].
 	RMSNorm(y, x Tensor, w Weight, eps float64)

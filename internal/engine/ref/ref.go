@@ -48,7 +48,6 @@ func (b *Backend[T]) Close() error                { return nil }
 func (b *Backend[T]) Free(...engine.Tensor)       {}
 func (b *Backend[T]) Unload(engine.Weight)        {}
 func (b *Backend[T]) Copy(dst, src engine.Tensor) { copy(host[T](dst).Data, host[T](src).Data) }
-func (b *Backend[T]) Zero(t engine.Tensor)        { clear(host[T](t).Data) }
 func (b *Backend[T]) New(rows, cols int) engine.Tensor {
 	return &Tensor[T]{rows, cols, make([]T, rows*cols)}
 }
@@ -149,8 +148,6 @@ func (b *Backend[T]) AddBias(x engine.Tensor, bias engine.Weight) {
 		axpy(host[T](x).row(i), 1, values[T](bias).Data)
 	}
 }
-
-func (b *Backend[T]) Add(dst, x engine.Tensor) { axpy(host[T](dst).Data, 1, host[T](x).Data) }
 
 // inverseRMS is 1 / sqrt(mean(x^2) + eps).
 func inverseRMS[T Float](x []T, eps float64) T {
