@@ -25,9 +25,6 @@ const File = "eval.json"
 // NameFull is the name of the run with the full cache.
 const NameFull = "full"
 
-// TaskText is the task of a dataset of running text, on which perplexity and KL are taken.
-const TaskText = "text"
-
 // Outcome is what one prompt gave under one plan.
 type Outcome struct {
 	Sample int     `json:"sample"` // index of the prompt in the dataset of its task
@@ -260,7 +257,7 @@ func (x *Run) validate() error {
 	for i, o := range x.Outcomes {
 		at := fmt.Sprintf("outcomes[%d]", i)
 		switch {
-		case o.Task == "" || o.Task == TaskText:
+		case o.Task == "" || o.Task == datasets.TaskText:
 			return fmt.Errorf("%s: task is %q", at, o.Task)
 		case o.Sample < 0 || o.Length < 1 || o.Prompt < 1:
 			return fmt.Errorf("%s: sample %d, length %d, prompt %d: sample must be at least 0, the others 1", at, o.Sample, o.Length, o.Prompt)
@@ -300,19 +297,30 @@ func (x *Run) validate() error {
 
 // pairs checks that a run went over the same prompts and texts as the full cache, in the same order.
 func (x *Run) pairs(other *Run) error {
-	if len(x.Outcomes) != len(other.Outcomes) || len(x.Texts) != len(other.Texts) {
-		return fmt.Errorf("%d outcomes and %d texts, the full cache has %d and %d", len(other.Outcomes), len(other.Texts), len(x.Outcomes), len(x.Texts))
+	if err := x.samePrompts(other); err != nil {
+		return err
 	}
-	for i, a := range x.Outcomes {
-		b := other.Outcomes[i]
-		if a.Sample != b.Sample || a.Task != b.Task || a.Length != b.Length || a.Prompt != b.Prompt || a.Depth != b.Depth || a.FullBytes != b.FullBytes {
-			return fmt.Errorf("outcomes[%d]: another prompt than the full cache's there", i)
-		}
+	if len(x.Texts) != len(other.Texts) {
+		return fmt.Errorf("%d texts, %s has %d", len(other.Texts), x.Name, len(x.Texts))
 	}
 	for i, a := range x.Texts {
 		b := other.Texts[i]
 		if a.Sample != b.Sample || a.Prompt != b.Prompt || a.Tokens != b.Tokens || a.FullNLL != b.FullNLL || a.FullBytes != b.FullBytes {
-			return fmt.Errorf("texts[%d]: another text than the full cache's there", i)
+			return fmt.Errorf("texts[%d]: another text than that of %s", i, x.Name)
+		}
+	}
+	return nil
+}
+
+// samePrompts checks that two runs went over the same prompts in the same order.
+func (x *Run) samePrompts(other *Run) error {
+	if len(x.Outcomes) != len(other.Outcomes) {
+		return fmt.Errorf("%d outcomes, %s has %d", len(other.Outcomes), x.Name, len(x.Outcomes))
+	}
+	for i, a := range x.Outcomes {
+		b := other.Outcomes[i]
+		if a.Sample != b.Sample || a.Task != b.Task || a.Length != b.Length || a.Prompt != b.Prompt || a.Depth != b.Depth || a.FullBytes != b.FullBytes {
+			return fmt.Errorf("outcomes[%d]: another prompt than that of %s", i, x.Name)
 		}
 	}
 	return nil
