@@ -89,8 +89,10 @@ type Result struct {
 	Device   string            `json:"device"`   // for people, such as "cpu avx2"
 	Datasets []plan.DatasetRef `json:"datasets"` // at most one per task
 	Purpose  datasets.Purpose  `json:"purpose"`  // of all prompts
-	Full     Run               `json:"full"`
-	Runs     []Run             `json:"runs"`
+	// Question says when the questions were read, "in-prompt" or "after"; "" if that is not known.
+	Question string `json:"question,omitempty"`
+	Full     Run    `json:"full"`
+	Runs     []Run  `json:"runs"`
 
 	Seconds float64 `json:"-"` // wall-clock time; not written: the same evaluation gives the same file
 }
