@@ -57,7 +57,7 @@ type TaskOptions struct {
 	// Seed, with Purpose, determines everything random.
 	Seed    uint64
 	Purpose Purpose
-	// Haystack is the filler; nil means Prose. TaskUUID brings its own.
+	// Haystack is the filler; nil means Prose. TaskUUID makes pairs whatever it is.
 	Haystack Haystack
 	// ToolVersion is noted in the dataset's Meta.
 	ToolVersion string
@@ -179,9 +179,6 @@ func (o *TaskOptions) resolve() (traits, error) {
 		o.Digits = t.digits
 	}
 	if o.Task == TaskUUID {
-		if o.Haystack != nil {
-			return t, badOption("haystack", "that of %s is its pairs", o.Task)
-		}
 		// Which pairs, is said for each sample.
 		o.Haystack = pairs{}
 	}

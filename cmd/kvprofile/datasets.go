@@ -252,9 +252,6 @@ func (a *app) buildDataset(f *pflag.FlagSet, modelName string, o *buildFlags) er
 		if f.Changed("distractors") && o.distractors == 0 {
 			d.Distractors = datasets.None
 		}
-		if o.task == datasets.TaskUUID {
-			d.Haystack = nil
-		}
 		build = func() (*datasets.Dataset, error) { return datasets.Build(m.Tokenizer, chat, d) }
 	}
 	if a.shared.dryRun {
