@@ -232,15 +232,16 @@ func (r *Result) validateFull() error {
 		}
 		seen[k] = true
 	}
-	texts := map[int]bool{}
+	texts := map[[3]int]bool{}
 	for i, t := range r.Full.Texts {
+		k := [3]int{t.Sample, t.Prompt, t.Tokens}
 		switch {
-		case texts[t.Sample]:
-			return fmt.Errorf("texts[%d]: text %d a second time", i, t.Sample)
+		case texts[k]:
+			return fmt.Errorf("texts[%d]: text %d of %d and %d tokens a second time", i, t.Sample, t.Prompt, t.Tokens)
 		case t.NLL != t.FullNLL || t.KL != 0 || t.Bytes != t.FullBytes:
 			return fmt.Errorf("texts[%d]: differs from the full cache, which it is", i)
 		}
-		texts[t.Sample] = true
+		texts[k] = true
 	}
 	return nil
 }

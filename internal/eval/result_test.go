@@ -146,7 +146,7 @@ func TestResultRefused(t *testing.T) {
 		{"full: plan_sha256", func(r *Result) { r.Full.PlanSHA256 = "0" }},
 		{"full: outcomes[2]: sample 0 of needle-grid at 1024 tokens a second time", func(r *Result) { r.Full.Outcomes[2].Sample = 0 }},
 		{"full: outcomes[2]: 1 bytes, full_bytes says", func(r *Result) { r.Full.Outcomes[2].Bytes = 1 }},
-		{"full: texts[1]: text 0 a second time", func(r *Result) { r.Full.Texts[1].Sample = 0 }},
+		{"full: texts[1]: text 0 of 1792 and 256 tokens a second time", func(r *Result) { r.Full.Texts[1].Sample = 0 }},
 		{"full: texts[1]: differs from the full cache", func(r *Result) { r.Full.Texts[1].KL = 1 }},
 		{"runs[1] (steady): a second run", func(r *Result) { r.Runs[1].Budget = 0.5 }},
 		{"runs[2] (): no name", func(r *Result) { r.Runs[2].Name = "" }},
