@@ -73,7 +73,7 @@ type Telemetry struct {
 	BlocksTaken int64
 	BlocksFreed int64
 	Moves       int64         // tokens that EndPrompt moved
-	Busy        time.Duration // spent deciding and keeping the books
+	Busy        time.Duration // spent deciding; without Append where the policy does not go by attention
 }
 
 // NewKVCache returns an empty cache for one sequence. The plan must not change while it is in use. The error is for a
@@ -377,6 +377,9 @@ func (h *HeadCache) Prefill(n int, a Attention) error {
 	}
 	h.n, h.done = n, true
 	scoring := h.scoring()
+	if len(slots) > 0 {
+		h.grow(slices.Max(slots))
+	}
 	for i, s := range slots {
 		h.occupy(s, held[i])
 		if scoring {
@@ -566,6 +569,9 @@ func (h *HeadCache) Append() (slot int, err error) {
 	if err := h.usable(); err != nil {
 		return 0, err
 	}
+	if h.mode != heavy && h.mode != lattice {
+		return h.append() // takes less time than reading the clock
+	}
 	start := time.Now()
 	slot, err = h.append()
 	h.cache.telemetry.Busy += time.Since(start)
@@ -731,11 +737,8 @@ func (h *HeadCache) leaveLattice(q FastGen) error {
 			h.scratch, h.scratchSlot = append(h.scratch, h.score[s]), append(h.scratchSlot, s)
 		}
 	}
-	frequent := ceilOf(q.FrequentRatio, n)
-	if !class(h.n) {
-		h.scratch = append(h.scratch, 0) // nothing has attended to the new token
-	}
-	if len(h.scratch) > frequent {
+	// Nothing has attended to the new token, so it takes no other's place among them.
+	if frequent := ceilOf(q.FrequentRatio, n); len(h.scratch) > frequent {
 		if h.stale {
 			return h.unobserved()
 		}
@@ -956,19 +959,23 @@ func (h *HeadCache) closeUp(targets []int) []Move {
 
 // grow makes the books long enough for a slot.
 func (h *HeadCache) grow(slot int) {
-	for len(h.positions) <= slot {
-		size := h.table.size
-		h.used = append(h.used, 0)
-		for range size {
-			h.positions = append(h.positions, -1)
-		}
-		h.prev, h.next, h.flags = longer(h.prev, size), longer(h.next, size), longer(h.flags, size)
-		if h.scoring() {
-			h.score = longer(h.score, size)
-		}
+	more := (slot/h.table.size+1)*h.table.size - len(h.positions)
+	if more <= 0 {
+		return
 	}
+	h.positions = longer(h.positions, more)
+	for i := len(h.positions) - more; i < len(h.positions); i++ {
+		h.positions[i] = -1
+	}
+	h.prev, h.next, h.flags = longer(h.prev, more), longer(h.next, more), longer(h.flags, more)
+	if h.scoring() {
+		h.score = longer(h.score, more)
+	}
+	h.used = longer(h.used, more/h.table.size)
+	clear(h.used[len(h.used)-more/h.table.size:])
 }
 
+// longer extends a slice; what is in the new part is not defined.
 func longer[T any](s []T, n int) []T {
 	s = slices.Grow(s, n)
 	return s[:len(s)+n]

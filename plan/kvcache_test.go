@@ -355,6 +355,13 @@ func newWorld(r *rand.Rand) *world {
 		}
 		p.Layers = append(p.Layers, row)
 	}
+	// Windows about as large as a policy are where layouts change.
+	for l, w := range p.Model.SlidingWindow {
+		if w > 0 && r.IntN(2) == 0 {
+			size := p.Cache.Kept(p.Policies[p.Layers[l][0]], At{PromptTokens: 1 << 20}).Tokens
+			p.Model.SlidingWindow[l] = max(1, min(size, 100)+r.IntN(3)-1)
+		}
+	}
 	var pins []int
 	if r.IntN(2) == 0 {
 		p.Pins = []Pin{{Pattern: "x", MaxTokens: 1 + r.IntN(20), Overflow: DropOldest}}
