@@ -826,8 +826,9 @@ func (h *HeadCache) Observe(attention [][]float32) {
 
 // EndPrompt says that the last token of a prompt that came by Append has been processed. What the policy does not keep
 // of it leaves, and unless the cache is scattered the rest closes up into as few blocks as [Plan.Usage] says: the moves
-// are to be made, in any order, before anything is written to the cache. Where the policy goes by the attention of all
-// queries and that was observed after each token, Total may be left empty.
+// are to be made, in any order and with the block table of before for where they come from, before anything else is
+// written to blocks of the pool: some of them are free again. Where the policy goes by the attention of all queries and
+// that was observed after each token, Total may be left empty.
 //
 // On a layer with a sliding window, tokens that it passed are gone by then, the policy's sinks too.
 func (h *HeadCache) EndPrompt(a Attention) ([]Move, error) {
