@@ -177,11 +177,11 @@ func (o AutoOptions) resolve() (AutoOptions, error) {
 // best plan of that many bytes.
 //
 // It measures all families of plans (every method, and mixtures of full, streaming and top-k heads by several orders of
-// the heads) at a budget in the middle, goes down a ladder of budgets with the best of them while any clears R (up while
-// none does), narrows the budget between the last that clears and the first that does not, and then improves single
-// heads: it measures what each head's part is worth and moves bytes to where they are worth most, and tries with fewer
-// bytes again. Of two plans of the same bytes the better is the one whose answers lose less log-probability, among those
-// that keep about as many answers right.
+// the heads) at a budget in the middle, and around the best of them what each head is worth, which makes further
+// families and moves bytes to where they are worth most. With the best families it goes down a ladder of budgets while
+// any clears R (up while none does), narrows the budget between the last that clears and the first that does not, and
+// improves single heads again, with fewer bytes as long as that clears R. Of two plans of the same bytes the better is
+// the one whose answers lose less log-probability, among those that keep about as many answers right.
 //
 // The same inputs and scores give the same plan. On an error of Measure or a cancelled ctx the result holds what was
 // tried so far.
@@ -215,7 +215,7 @@ type search struct {
 	*builder
 	o        AutoOptions
 	measure  Measure
-	families []candidate
+	families []*candidate
 	known    map[string]Score // by digest of the plan
 	result   *AutoResult
 	// points are all plans that were measured and can be chosen; targets the budgets in blocks that were tried.
@@ -450,8 +450,8 @@ func keep(points []*point, n int) []*candidate {
 // only lists the families for which ok holds.
 func (s *search) only(ok func(f *candidate) bool) []*candidate {
 	var out []*candidate
-	for i := range s.families {
-		if f := &s.families[i]; ok(f) {
+	for _, f := range s.families {
+		if ok(f) {
 			out = append(out, f)
 		}
 	}
@@ -505,14 +505,38 @@ func (s *search) forBudget(ctx context.Context) error {
 	}
 	p := s.best()
 	p.target = s.target(s.o.Budget)
-	for range s.o.Rounds {
+	for round := range s.o.Rounds {
 		next, err := s.polish(ctx, p, false)
-		if err != nil || next == p {
+		if err != nil {
 			return err
+		}
+		if round == 0 {
+			points, err := s.grid(s.learned(), p.target)
+			if err == nil {
+				points, err = s.score(ctx, points)
+			}
+			if err != nil {
+				return err
+			}
+			next = ranked(append(points, next))[0]
+		}
+		if next == p {
+			return nil
 		}
 		p = next
 	}
 	return nil
+}
+
+// learned makes families of the heads' measured worth, and adds them to the others.
+func (s *search) learned() []*candidate {
+	p := prior{value: make([]float64, s.heads())}
+	for i, h := range s.worth {
+		p.value[h] = float64(len(s.worth) - i)
+	}
+	fresh := s.orderedBy("worth", p)
+	s.families = append(s.families, fresh...)
+	return fresh
 }
 
 // ladder goes down the ladder while something clears R, or up while nothing does, and returns the families that do best.
@@ -531,7 +555,20 @@ func (s *search) ladder(ctx context.Context) ([]*candidate, error) {
 	}
 	// Ranks change with the budget: at first more go along.
 	families := keep(points, 2*s.o.Keep)
-	if len(families) == 0 {
+	if len(points) > 0 {
+		// Priors may be wrong about the heads. What the heads of the best plan are worth is measured now, and makes
+		// further families.
+		if _, err := s.polish(ctx, ranked(points)[0], true); err != nil {
+			return nil, err
+		}
+		families = append(families, s.learned()...)
+		if s.best() == nil {
+			if points, err = s.rungs(ctx, families, rungs[at:at+1]); err != nil {
+				return nil, err
+			}
+			families = keep(points, 2*s.o.Keep)
+		}
+	} else {
 		families = s.only(func(*candidate) bool { return true })
 	}
 	for step := 2; s.best() == nil && at > 0; step++ { // up

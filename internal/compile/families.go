@@ -19,10 +19,10 @@ type candidate struct {
 
 // candidates lists the families that the inputs allow, published methods first. Streaming heads evict as the builder's
 // options say.
-func (b *builder) candidates() ([]candidate, error) {
-	var out []candidate
+func (b *builder) candidates() ([]*candidate, error) {
+	var out []*candidate
 	add := func(single bool, make func(int) (*made, error), name string, args ...any) {
-		out = append(out, candidate{fmt.Sprintf(name, args...), single, make})
+		out = append(out, &candidate{fmt.Sprintf(name, args...), single, make})
 	}
 	for _, m := range methods() {
 		usable := b.in.Gates != nil
@@ -62,28 +62,42 @@ func (b *builder) candidates() ([]candidate, error) {
 			add(order == OrderGate, func(budget int) (*made, error) { return c.within(f, budget), nil }, "%s", byOrder(MethodRecipe, order))
 		}
 		if order != OrderGate {
-			add(false, func(budget int) (*made, error) { return b.split(budget, p) }, "%s", byOrder(MethodDuo, order))
 			add(false, func(budget int) (*made, error) { return b.byScore(budget, p) }, "%s", byOrder("topk", order))
 		}
-		for _, share := range []float64{0.25, 0.5, 0.75} {
-			for _, mode := range []pyramid.Mode{pyramid.Uniform, pyramid.Keys} {
-				if mode.Measured() && b.in.Budgets == nil {
-					continue
-				}
-				add(false, func(budget int) (*made, error) { return b.mixed(budget, mixture{prior: p, full: share, mode: mode}) },
-					"%s, %g in full, topk %s", order, share, mode)
+		for _, f := range b.orderedBy(string(order), p) {
+			if order != OrderGate || f.name != MethodDuo+" by gate" { // that is duo
+				out = append(out, f)
 			}
-			add(false, func(budget int) (*made, error) {
-				return b.mixed(budget, mixture{prior: p, streaming: share, mode: pyramid.Uniform})
-			},
-				"%s, %g streaming, topk", order, share)
 		}
-		add(false, func(budget int) (*made, error) {
-			return b.mixed(budget, mixture{prior: p, full: 0.5, streaming: 0.5, mode: pyramid.Uniform})
-		},
-			"%s, 0.5 in full, 0.5 streaming, topk", order)
 	}
 	return out, nil
+}
+
+// orderedBy lists the families that part heads by an order: its first heads in full, its last ones streaming.
+func (b *builder) orderedBy(order string, p prior) []*candidate {
+	var out []*candidate
+	add := func(make func(int) (*made, error), name string, args ...any) {
+		out = append(out, &candidate{fmt.Sprintf(name, args...), false, make})
+	}
+	add(func(budget int) (*made, error) { return b.split(budget, p) }, "%s by %s", MethodDuo, order)
+	for _, share := range []float64{0.25, 0.5, 0.75} {
+		for _, mode := range []pyramid.Mode{pyramid.Uniform, pyramid.Keys} {
+			if mode.Measured() && b.in.Budgets == nil {
+				continue
+			}
+			add(func(budget int) (*made, error) { return b.mixed(budget, mixture{prior: p, full: share, mode: mode}) },
+				"%s, %g in full, topk %s", order, share, mode)
+		}
+		add(func(budget int) (*made, error) {
+			return b.mixed(budget, mixture{prior: p, streaming: share, mode: pyramid.Uniform})
+		},
+			"%s, %g streaming, topk", order, share)
+	}
+	add(func(budget int) (*made, error) {
+		return b.mixed(budget, mixture{prior: p, full: 0.5, streaming: 0.5, mode: pyramid.Uniform})
+	},
+		"%s, 0.5 in full, 0.5 streaming, topk", order)
+	return out
 }
 
 // byOrder names a method with another order than its own.
