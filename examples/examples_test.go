@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 
+	"go.yaml.in/yaml/v3"
+
 	"github.com/kvprofile/kvprofile/plan"
 )
 
@@ -87,6 +89,43 @@ func TestReadPlanRefuses(t *testing.T) {
 		}
 		if out, err := exec.Command(interpreter, "read_plan.py", path).CombinedOutput(); err == nil {
 			t.Errorf("%s: %s", name, out)
+		}
+	}
+}
+
+// The CI job is YAML, and its verbs and flags are the command's: the documentation of the command names them.
+func TestCIJob(t *testing.T) {
+	text, err := os.ReadFile("ci/validate-plans.yml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var job struct {
+		Jobs map[string]struct {
+			Steps []struct{ Run string }
+		}
+	}
+	if err := yaml.Unmarshal(text, &job); err != nil {
+		t.Fatal(err)
+	}
+	docs, err := os.ReadFile("../docs/cli.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	verbs := map[string]bool{}
+	for _, step := range job.Jobs["validate"].Steps {
+		words := strings.Fields(step.Run)
+		for i, w := range words {
+			if w == "kvprofile" && i+1 < len(words) {
+				verbs[words[i+1]] = true
+			}
+			if strings.HasPrefix(w, "--") && w != "--schemafile" && !strings.Contains(string(docs), "`"+w+"`") {
+				t.Errorf("the command has no %s", w)
+			}
+		}
+	}
+	for _, v := range []string{"check", "schema", "diff"} {
+		if !verbs[v] {
+			t.Errorf("the job does not run %s", v)
 		}
 	}
 }
