@@ -445,3 +445,42 @@ func TestAddEvidence(t *testing.T) {
 		t.Errorf("%v %v", err, p.Validate())
 	}
 }
+
+// Whatever the model, the blocks and the request: plans are valid and keep no more than was asked.
+func TestAutoOnOddModels(t *testing.T) {
+	r := rand.New(rand.NewPCG(12, 20))
+	found := 0
+	for round := range 12 {
+		layers, kvHeads := 1+r.IntN(5), 1+r.IntN(3)
+		var windows []int
+		for range layers {
+			windows = append(windows, r.IntN(2)*(40+r.IntN(600)))
+		}
+		if round%2 == 0 {
+			windows = nil
+		}
+		in := synthetic(r, layers, kvHeads, windows)
+		w := newWorld(r, layers*kvHeads, []int{r.IntN(layers * kvHeads)})
+		w.context = 200 + r.IntN(3000)
+		o := AutoOptions{MethodOptions: MethodOptions{Context: w.context, BlockSize: []int{1, 16, 24, 128}[round%4]}, Calls: 8, Plans: 1 + r.IntN(60)}
+		if o.Retention = 0.9; round%3 == 0 {
+			o.Retention, o.Budget = 0, 0.5
+		}
+		got, err := Auto(context.Background(), in, o, w.measure)
+		if small := (*SearchError)(nil); errors.As(err, &small) {
+			w.calls = nil
+			continue
+		}
+		if err != nil {
+			t.Fatalf("round %d: %v", round, err)
+		}
+		check(t, got, w, o)
+		if o.Budget > 0 && got.Kept > o.Budget {
+			t.Errorf("round %d: keeps %g of %g", round, got.Kept, o.Budget)
+		}
+		found++
+	}
+	if found < 9 {
+		t.Errorf("%d of 12 searches found a plan", found)
+	}
+}
