@@ -44,6 +44,8 @@ type Tokenizer interface {
 // Options of Evaluate.
 type Options struct {
 	Question Question // "" means in the prompt
+	// GoldOnly only reads the gold answer: an answer is right where the model would have written that, token by token.
+	GoldOnly bool
 	// Extra is the number of tokens that may be generated beyond the gold answer's length.
 	Extra int
 	// Stop are the tokens that end an answer.
@@ -57,7 +59,7 @@ type Options struct {
 }
 
 // DefaultOptions are those of the command.
-func DefaultOptions() Options { return Options{Question: QuestionInPrompt, Extra: 8, TextTokens: 256} }
+func DefaultOptions() Options { return Options{Question: QuestionInPrompt, Extra: 24, TextTokens: 256} }
 
 // BytesError says that a cache held other bytes than its plan predicts: a defect of the plan's runtime or of this one.
 type BytesError struct {
@@ -283,6 +285,9 @@ func (e *evaluator) quiz(s *datasets.Sample) ([]Outcome, error) {
 		later = len(prompt) - s.QuestionStart()
 	}
 	longest := later + len(gold) + e.o.Extra
+	if e.o.GoldOnly {
+		longest = later + len(gold) - 1
+	}
 	state, err := e.prefill(s, prompt[:len(prompt)-later], longest)
 	if err != nil {
 		return nil, err
@@ -302,6 +307,12 @@ func (e *evaluator) quiz(s *datasets.Sample) ([]Outcome, error) {
 		return nil, err
 	}
 	for c := range out {
+		if e.o.GoldOnly {
+			if answers[c].strayed {
+				continue
+			}
+			answers[c].text = gold
+		}
 		out[c].Text = e.tok.Decode(answers[c].text)
 		scored := Score(out[c].Text, e.tok.Decode(gold), expected)
 		out[c].Right, out[c].Exact, out[c].Share = scored.Right, scored.Exact, scored.Share
@@ -327,6 +338,10 @@ func (a *answer) write(id int32, o *Options, most int) {
 // answer measures the gold answer's tokens in out and has every contender write its own answer, greedily.
 func (e *evaluator) answer(state *caches, gold []int32, out []Outcome) ([]answer, error) {
 	answers, most := make([]answer, len(out)), len(gold)+e.o.Extra
+	reading := state
+	if !e.o.GoldOnly {
+		reading = state.fork()
+	}
 	// choose asks for every contender's next token; what is not wanted does not step.
 	run := func(c *caches, choose func(i, contender int) (id int32, wanted bool)) error {
 		for i := 0; ; i++ {
@@ -344,7 +359,6 @@ func (e *evaluator) answer(state *caches, gold []int32, out []Outcome) ([]answer
 		}
 	}
 	// All read the gold answer. Those that would have written it go on by themselves.
-	reading := state.fork()
 	err := run(reading, func(i, k int) (int32, bool) {
 		a, logits := &answers[k], reading.sequences[k].logits
 		best := int32(Argmax(logits))
@@ -355,7 +369,7 @@ func (e *evaluator) answer(state *caches, gold []int32, out []Outcome) ([]answer
 			a.strayed = a.strayed || best != gold[i]
 			best = gold[i]
 		}
-		if a.strayed {
+		if a.strayed || e.o.GoldOnly {
 			return best, i < len(gold)-1
 		}
 		if !a.stopped {
@@ -363,13 +377,18 @@ func (e *evaluator) answer(state *caches, gold []int32, out []Outcome) ([]answer
 		}
 		return best, !a.stopped
 	})
-	reading.free()
+	if reading != state {
+		reading.free()
+	}
 	if err != nil {
 		return nil, err
 	}
 	for k := range out {
 		out[k].LogProb /= float64(len(gold))
 		out[k].Rank /= float64(len(gold))
+	}
+	if e.o.GoldOnly {
+		return answers, nil
 	}
 	// The others write from the start.
 	return answers, run(state, func(i, k int) (int32, bool) {
