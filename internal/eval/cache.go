@@ -9,11 +9,12 @@ import (
 	"github.com/kvprofile/kvprofile/plan"
 )
 
-// caches are the caches of all contenders for one sample, in the pages of one pool.
+// caches are the caches of all contenders for one sample, in the same pages.
 type caches struct {
-	model     *engine.Model
-	pages     *engine.Pages
-	pool      *plan.BlockPool
+	model *engine.Model
+	pages *engine.Pages
+	// Blocks of one KV head are a page each. Those of a layer have one for each KV head, behind all of these.
+	pools     map[plan.Granularity]*plan.BlockPool
 	sample    *datasets.Sample
 	prompt    int
 	sequences []*sequence
@@ -24,16 +25,22 @@ type caches struct {
 // room for so many tokens more.
 func (e *evaluator) prefill(s *datasets.Sample, prompt []int32, more int) (*caches, error) {
 	c := &caches{model: e.model, sample: s, prompt: len(prompt)}
-	blocks := 0
+	blocks := map[plan.Granularity]int{}
 	for _, x := range e.entries {
-		blocks += x.blocks(len(prompt), more)
+		blocks[x.Plan.Cache.Granularity] += x.blocks(len(prompt), more, e.o.Scattered)
 	}
-	size := e.entries[0].Plan.Cache.BlockSize
-	c.pool = plan.NewBlockPool(blocks)
-	c.pages = e.model.NewPages(blocks*e.heads(), size)
+	c.pools = map[plan.Granularity]*plan.BlockPool{}
+	for g, n := range blocks {
+		c.pools[g] = plan.NewBlockPool(n)
+	}
+	ofLayers := blocks[plan.PerKVHead]
+	c.pages = e.model.NewPages(ofLayers+blocks[plan.PerLayer]*e.model.Config.KVHeads, e.entries[0].Plan.Cache.BlockSize)
 	for _, x := range e.entries {
-		q := &sequence{entry: x, at: len(prompt)}
-		o := plan.CacheOptions{Pool: c.pool, Scattered: e.o.Scattered}
+		q := &sequence{entry: x, at: len(prompt), scattered: e.o.Scattered}
+		if x.Plan.Cache.Granularity == plan.PerLayer {
+			q.firstPage = int32(ofLayers)
+		}
+		o := plan.CacheOptions{Pool: c.pools[x.Plan.Cache.Granularity], Scattered: e.o.Scattered}
 		if len(x.classes) > 0 {
 			o.Classes = make([]plan.Class, len(prompt))
 			for i, id := range prompt {
@@ -83,24 +90,20 @@ func (e *evaluator) prefill(s *datasets.Sample, prompt []int32, more int) (*cach
 	return c, nil
 }
 
-// heads is the number of pages that a block has: those of one KV head each share a layer's block where the granularity
-// is the layer.
-func (e *evaluator) heads() int {
-	for _, x := range e.entries {
-		if x.Plan.Cache.Granularity == plan.PerLayer {
-			return x.Plan.Model.NKVHeads
-		}
-	}
-	return 1
-}
-
 // blocks is the number of blocks that a plan predicts at its fullest. A dense prefill has a layer's keys and values
-// beside the cache, and puts there what is kept.
-func (x *entry) blocks(prompt, more int) int {
-	u := x.Plan.Usage(plan.Request{PromptTokens: prompt, GeneratedTokens: more})
+// beside the cache, and puts there what is kept; a prompt that comes token by token is in all layers at once. Scattered
+// tokens may need as many blocks as if nothing had left, and a second region one more.
+func (x *entry) blocks(prompt, more int, scattered bool) int {
+	r := plan.Request{PromptTokens: prompt, GeneratedTokens: more}
+	u := x.Plan.Usage(r)
 	blocks := u.Blocks
 	if x.stepwise {
-		blocks = max(blocks, u.PeakPrefillBytes*u.Blocks/u.Bytes)
+		p := *x.Plan
+		p.Cache.Prefill, p.Cache.ChunkTokens = plan.PrefillChunked, 1
+		blocks = max(blocks, p.Usage(r).PeakPrefillBytes/(u.Bytes/u.Blocks))
+	}
+	if scattered {
+		blocks = max(blocks, FullPlan(x.Plan).Usage(r).Blocks+int64(x.Plan.Model.NLayers*x.Plan.Model.NKVHeads))
 	}
 	return int(blocks)
 }
@@ -187,7 +190,7 @@ func (q *sequence) table(h *plan.HeadCache, kvHead int) []int32 {
 	heads := int32(q.Plan.Model.NKVHeads)
 	pages := make([]int32, len(blocks))
 	for i, b := range blocks {
-		pages[i] = b*heads + int32(kvHead)
+		pages[i] = q.firstPage + b*heads + int32(kvHead)
 		if b < 0 {
 			pages[i] = -1
 		}
@@ -201,7 +204,7 @@ func (e *evaluator) stepThrough(c *caches, prompt []int32) error {
 	votes := map[*sequence][][]plan.Attention{}
 	for i, q := range c.sequences {
 		if active[i] = q.stepwise; active[i] {
-			q.at, q.voting = 0, len(q.windows) > 0
+			q.at = 0
 			votes[q] = nil
 		}
 	}
@@ -220,7 +223,6 @@ func (e *evaluator) stepThrough(c *caches, prompt []int32) error {
 		if !active[i] {
 			continue
 		}
-		q.voting = false
 		for l, row := range q.Plan.Layers {
 			for k := range row {
 				h := q.cache.Head(l, k)
@@ -283,8 +285,13 @@ func (q *sequence) held() int64 { return q.cache.Usage().Bytes }
 
 // check compares what a cache holds with what its plan predicts.
 func (q *sequence) check(s *datasets.Sample, prompt, generated int) error {
+	if q.scattered {
+		return nil // how many blocks are held depends on where the kept tokens lie
+	}
 	u := q.Plan.Usage(plan.Request{PromptTokens: prompt, GeneratedTokens: generated})
-	if held := q.held(); held != u.Bytes && !(u.WorstCase && held < u.Bytes) {
+	// What a layer's sliding window passed in a prompt that came token by token is gone, sinks too.
+	less := u.WorstCase || q.stepwise && len(q.Plan.Model.SlidingWindow) > 0
+	if held := q.held(); held > u.Bytes || held < u.Bytes && !less {
 		return &BytesError{Contender: q.Name, Task: s.Task, Sample: s.ID, Held: held, Predicted: u.Bytes}
 	}
 	return nil
@@ -297,11 +304,14 @@ func (c *caches) fork() *caches {
 	f.pages = &engine.Pages{Keys: b.New(c.pages.Keys.Rows(), c.pages.Keys.Cols()), Values: b.New(c.pages.Values.Rows(), c.pages.Values.Cols()), Block: c.pages.Block}
 	b.Copy(f.pages.Keys, c.pages.Keys)
 	b.Copy(f.pages.Values, c.pages.Values)
-	f.pool = c.pool.Clone()
+	f.pools = map[plan.Granularity]*plan.BlockPool{}
+	for g, p := range c.pools {
+		f.pools[g] = p.Clone()
+	}
 	f.sequences = nil
 	for _, q := range c.sequences {
 		x := *q
-		x.cache = q.cache.Clone(f.pool)
+		x.cache = q.cache.Clone(f.pools[q.Plan.Cache.Granularity])
 		f.sequences = append(f.sequences, &x)
 	}
 	return &f
@@ -393,7 +403,7 @@ func (q *sequence) append(c *caches, id int32) (engine.Token, error) {
 					lane.Spans = append(lane.Spans, engine.Span{Lo: s.From, Hi: s.To})
 				}
 			}
-			if q.observe[l][k] || q.voting {
+			if q.observe[l][k] || q.at < c.prompt && q.selects[l][k] {
 				for range group {
 					lane.Probabilities = append(lane.Probabilities, make([]float32, len(h.Positions())))
 				}

@@ -214,6 +214,7 @@ type entry struct {
 	raw     bool            // keys are cached before RoPE somewhere
 	classes map[int32]plan.Class
 	observe [][]bool // [layer][KV head]: the policy looks at the attention of every step
+	selects [][]bool // [layer][KV head]: it does at that of the prompt
 	// stepwise entries get their prompt token by token: the plan's prefill is chunked, or h2o evicts all along.
 	stepwise bool
 }
@@ -230,7 +231,7 @@ func newEntry(c Contender) *entry {
 	}
 	masked := false
 	for l, row := range c.Plan.Layers {
-		masks, observe := make([]engine.Mask, len(row)), make([]bool, len(row))
+		masks, observe, selects := make([]engine.Mask, len(row)), make([]bool, len(row)), make([]bool, len(row))
 		for k := range row {
 			q, err := c.Plan.PolicyOf(l, k)
 			if err != nil {
@@ -247,18 +248,18 @@ func newEntry(c Contender) *entry {
 				if !slices.Contains(e.windows, q.ObservationWindow) {
 					e.windows = append(e.windows, q.ObservationWindow)
 				}
-				observe[k] = q.Decode == plan.DecodeRolling
+				selects[k] = true
 			case plan.FastGen:
 				e.raw = e.raw || q.Positions == plan.PositionsCacheSlot
-				observe[k] = q.Decode == plan.DecodeRolling
+				observe[k], selects[k] = q.Decode == plan.DecodeRolling, true
 			case plan.H2O:
 				e.raw = e.raw || q.Positions == plan.PositionsCacheSlot
-				observe[k] = true
+				observe[k], selects[k] = true, true
 				e.stepwise = e.stepwise || q.Evict == plan.EvictAlways
 			}
 		}
 		e.masks = append(e.masks, masks)
-		e.observe = append(e.observe, observe)
+		e.observe, e.selects = append(e.observe, observe), append(e.selects, selects)
 	}
 	if !masked {
 		e.masks = nil
@@ -271,10 +272,11 @@ func newEntry(c Contender) *entry {
 // sequence is one contender's cache of the current sample.
 type sequence struct {
 	*entry
-	cache  *plan.KVCache
-	at     int  // tokens in the cache
-	voting bool // the last queries of the prompt are to be watched
-	logits []float64
+	cache     *plan.KVCache
+	firstPage int32 // of the pool
+	at        int   // tokens in the cache
+	scattered bool  // more blocks may be held than the plan predicts
+	logits    []float64
 }
 
 // quiz runs a sample with a question, and returns one outcome per entry.
