@@ -27,6 +27,7 @@ type evalFlags struct {
 	run       string
 	budgets   []float64
 	methods   []string
+	evict     string
 	tasks     []string
 	lengths   string
 	samples   int
@@ -78,6 +79,7 @@ With --compare every known method runs at equal bytes, from the scores of a run 
 	fl.StringVar(&f.run, "run", "", "with --compare: run folder whose scores the methods use (default out/<model>)")
 	fl.Float64SliceVar(&f.budgets, "budgets", []float64{0.5, 0.25, 0.12}, "with --compare: kept bytes / full bytes at the prompt's length")
 	fl.StringSliceVar(&f.methods, "methods", nil, "with --compare: which (default all)")
+	fl.StringVar(&f.evict, "evict", string(plan.EvictPrefillEnd), "with --compare: when streaming heads evict: prefill_end, so that all plans share one reading of a prompt, or always")
 	fl.StringSliceVar(&f.tasks, "tasks", evalTasks(), "tasks of the prompts")
 	fl.StringVar(&f.lengths, "lengths", "1024", "lengths of the prompts in tokens: a list, or first:last:count")
 	fl.IntVar(&f.samples, "samples", 20, "prompts of each task and length")
@@ -114,6 +116,9 @@ func (f *evalFlags) check() error {
 		return usagef("--question must be %s or %s, not %q", eval.QuestionInPrompt, eval.QuestionAfter, f.question)
 	case !slices.Contains([]datasets.Purpose{datasets.Calibration, datasets.Search, datasets.Certification}, datasets.Purpose(f.purpose)):
 		return usagef("unknown purpose %q, expected calibration, search or certification", f.purpose)
+	}
+	if e := plan.Evict(f.evict); e != plan.EvictPrefillEnd && e != plan.EvictAlways {
+		return usagef("--evict must be %s or %s, not %q", plan.EvictPrefillEnd, plan.EvictAlways, f.evict)
 	}
 	for _, b := range f.budgets {
 		if !(b > 0 && b <= 1) {
@@ -176,6 +181,13 @@ func (a *app) eval(ctx context.Context, name string, f *evalFlags) error {
 	if a.shared.dryRun {
 		return a.dryRun(m, []cost{evalCost(m.Config, sets, len(plans)+len(f.budgets)*len(compile.Methods()))})
 	}
+	// Plans that are made for a budget are made for a length.
+	var methods map[int][]eval.Contender
+	if f.compare {
+		if methods, err = a.methodPlans(*inputs, targetLengths(sets), f); err != nil {
+			return err
+		}
+	}
 	backend, err := a.newBackend("", "")
 	if err != nil {
 		return err
@@ -194,17 +206,9 @@ func (a *app) eval(ctx context.Context, name string, f *evalFlags) error {
 	for _, s := range sets {
 		all += len(s.Samples)
 	}
-	// Plans that are made for a budget are made for a length.
 	for _, n := range targetLengths(sets) {
 		contenders := slices.Clone(plans)
-		if f.compare {
-			more, err := a.methodPlans(*inputs, n, f)
-			if err != nil {
-				task.End(err)
-				return err
-			}
-			contenders = append(contenders, more...)
-		}
+		contenders = append(contenders, methods[n]...)
 		before := done
 		o.Progress = func(d, _ int) {
 			done = before + d
@@ -258,27 +262,35 @@ func (a *app) evalPlans(m *model.Model, names []string) ([]eval.Contender, error
 	return out, nil
 }
 
-// methodPlans makes the plans of all methods at all budgets for prompts of n tokens.
-func (a *app) methodPlans(in compile.Inputs, n int, f *evalFlags) ([]eval.Contender, error) {
+// methodPlans makes the plans of all methods at all budgets for prompts of each length, in the same order for all. A
+// method that cannot keep as little at some length is left out of all.
+func (a *app) methodPlans(in compile.Inputs, lengths []int, f *evalFlags) (map[int][]eval.Contender, error) {
 	names := f.methods
 	if len(names) == 0 {
 		names = compile.Methods()
 	}
-	var out []eval.Contender
+	out := map[int][]eval.Contender{}
 	for _, budget := range f.budgets {
+	methods:
 		for _, name := range names {
 			if name == compile.MethodFull {
 				continue
 			}
-			p, err := compile.Method(name, in, compile.MethodOptions{Budget: budget, Context: n, Seed: a.shared.seed})
-			if miss := new(compile.BudgetError); errors.As(err, &miss) {
-				a.ui.Note("%v: left out", err)
-				continue
+			var made []eval.Contender
+			for _, n := range lengths {
+				p, err := compile.Method(name, in, compile.MethodOptions{Budget: budget, Context: n, Evict: plan.Evict(f.evict), Seed: a.shared.seed})
+				if miss := new(compile.BudgetError); errors.As(err, &miss) {
+					a.ui.Note("%v: left out", err)
+					continue methods
+				}
+				if err != nil {
+					return nil, err
+				}
+				made = append(made, eval.Contender{Name: name, Budget: budget, Plan: p})
 			}
-			if err != nil {
-				return nil, err
+			for i, n := range lengths {
+				out[n] = append(out[n], made[i])
 			}
-			out = append(out, eval.Contender{Name: name, Budget: budget, Plan: p})
 		}
 	}
 	return out, nil
@@ -295,6 +307,11 @@ func (a *app) evalSets(m *model.Model, f *evalFlags) ([]*datasets.Dataset, error
 			}
 			if err := fits(d, path, m); err != nil {
 				return nil, err
+			}
+			for _, other := range out {
+				if other.Meta.Task == d.Meta.Task {
+					return nil, usagef("%s: a second dataset of task %s", path, d.Meta.Task)
+				}
 			}
 			if d.Meta.Purpose != datasets.Purpose(f.purpose) {
 				return nil, ui.Hint(fmt.Errorf("%s is for %s, not for %s", path, d.Meta.Purpose, f.purpose), "say so with --purpose %s", d.Meta.Purpose)
