@@ -240,7 +240,9 @@ func newEntry(c Contender) *entry {
 			switch q := q.(type) {
 			case plan.Streaming:
 				e.raw = e.raw || q.Positions == plan.PositionsCacheSlot
-				if q.Evict == plan.EvictAlways {
+				// A policy as large as the layer's own window keeps that, and so hides nothing.
+				window := c.Plan.Model.Window(l)
+				if q.Evict == plan.EvictAlways && (window == 0 || q.SinkTokens+q.RecentTokens < window) {
 					masks[k], masked = engine.Mask{Sink: q.SinkTokens, Recent: q.RecentTokens}, true
 				}
 			case plan.TopK:
