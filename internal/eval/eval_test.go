@@ -868,8 +868,8 @@ func anyPlan(t *testing.T, r *rand.Rand, c *engine.Config, block int) *plan.Plan
 // Whatever the plan, what comes out is what a model without any cache comes to that attends to the tokens which the
 // plan's wording leaves.
 func TestAnyPlanAgainstOracle(t *testing.T) {
-	for seed := range 60 {
-		anyPlanAgainstOracle(t, uint64(seed))
+	for seed := range uint64(60) {
+		anyPlanAgainstOracle(t, seed)
 	}
 }
 
