@@ -106,10 +106,11 @@ func Evaluate(ctx context.Context, m *engine.Model, tok Tokenizer, sets []*datas
 		if c.Plan.Cache.BlockSize != first.Cache.BlockSize {
 			return nil, fmt.Errorf("%s has blocks of %d tokens, %s of %d: evaluate them one by one", c.Name, c.Plan.Cache.BlockSize, contenders[0].Name, first.Cache.BlockSize)
 		}
-		if c.Plan.Model.NLayers != m.Config.Layers || c.Plan.Model.NHeads != m.Config.Heads || c.Plan.Model.NKVHeads != m.Config.KVHeads || c.Plan.Model.HeadDim != m.Config.HeadDim {
-			return nil, fmt.Errorf("%s is a plan for a model of another shape", c.Name)
+		x, err := newEntry(&m.Config, c)
+		if err != nil {
+			return nil, err
 		}
-		e.entries = append(e.entries, newEntry(c))
+		e.entries = append(e.entries, x)
 	}
 	samples, done := 0, 0
 	for _, d := range sets {
@@ -219,7 +220,16 @@ type entry struct {
 	stepwise bool
 }
 
-func newEntry(c Contender) *entry {
+// newEntry refuses plans that are not for the model.
+func newEntry(m *engine.Config, c Contender) (*entry, error) {
+	p := &c.Plan.Model
+	fits := p.NLayers == m.Layers && p.NHeads == m.Heads && p.NKVHeads == m.KVHeads && p.HeadDim == m.HeadDim && len(c.Plan.Layers) == m.Layers
+	for l, row := range c.Plan.Layers {
+		fits = fits && len(row) == m.KVHeads && p.Window(l) == m.Window(l)
+	}
+	if !fits {
+		return nil, fmt.Errorf("%s is a plan for a model of another shape", c.Name)
+	}
 	e := &entry{Contender: c, classes: map[int32]plan.Class{}}
 	if t := c.Plan.TokenClasses; t != nil {
 		for _, id := range t.Punctuation {
@@ -235,7 +245,7 @@ func newEntry(c Contender) *entry {
 		for k := range row {
 			q, err := c.Plan.PolicyOf(l, k)
 			if err != nil {
-				panic(err) // plans are validated when they are read or made
+				return nil, fmt.Errorf("%s: %w", c.Name, err)
 			}
 			switch q := q.(type) {
 			case plan.Streaming:
@@ -268,7 +278,7 @@ func newEntry(c Contender) *entry {
 	}
 	e.key = fmt.Sprint(e.masks)
 	e.stepwise = e.stepwise || c.Plan.Cache.Prefill == plan.PrefillChunked
-	return e
+	return e, nil
 }
 
 // sequence is one contender's cache of the current sample.
@@ -284,6 +294,9 @@ type sequence struct {
 // quiz runs a sample with a question, and returns one outcome per entry.
 func (e *evaluator) quiz(s *datasets.Sample) ([]Outcome, error) {
 	prompt, gold, expected := s.Quiz()
+	if len(gold) == 0 {
+		return nil, fmt.Errorf("%s sample %d has a question without an answer", s.Task, s.ID)
+	}
 	later := 0
 	if e.o.Question == QuestionAfter {
 		later = len(prompt) - s.QuestionStart()

@@ -29,11 +29,14 @@ func MeasureSpeed(ctx context.Context, m *engine.Model, tok Tokenizer, prompt []
 		return nil, fmt.Errorf("a batch of %d for %d steps after %d tokens: all must be positive", batch, steps, len(prompt))
 	}
 	e := &evaluator{ctx: ctx, model: m, tok: tok}
-	for range batch {
-		e.entries = append(e.entries, newEntry(Contender{Name: NameFull, Plan: FullPlan(p)}))
-	}
-	for range batch {
-		e.entries = append(e.entries, newEntry(Contender{Name: "plan", Plan: p}))
+	for _, c := range []Contender{{Name: NameFull, Plan: FullPlan(p)}, {Name: "plan", Plan: p}} {
+		x, err := newEntry(&m.Config, c)
+		if err != nil {
+			return nil, err
+		}
+		for range batch {
+			e.entries = append(e.entries, x)
+		}
 	}
 	state, err := e.prefill(&datasets.Sample{Task: "speed"}, prompt, steps)
 	if err != nil {
