@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"os"
 	"regexp"
 	"slices"
 	"strings"
@@ -18,6 +19,7 @@ import (
 	"github.com/kvprofile/kvprofile/internal/engine/enginetest"
 	"github.com/kvprofile/kvprofile/internal/engine/ref"
 	"github.com/kvprofile/kvprofile/internal/eval"
+	"github.com/kvprofile/kvprofile/internal/model"
 	"github.com/kvprofile/kvprofile/plan"
 )
 
@@ -1333,6 +1335,85 @@ func TestEvaluateRefuses(t *testing.T) {
 	var bad *engine.NonFiniteError
 	if _, err := eval.Evaluate(context.Background(), broken, letters{}, set(good), []eval.Contender{full(c, 4)}, eval.Options{}); !errors.As(err, &bad) || bad.Layer != 1 {
 		t.Errorf("weights that are no numbers: %v", err)
+	}
+}
+
+// On a real model: the full cache is the engine's own, heads that stream lose a needle out of their reach, and without
+// sinks a window that moves on loses the language itself (StreamingLLM, Xiao et al. 2023, section 3.1).
+func TestRealModel(t *testing.T) {
+	path := os.Getenv("KVPROFILE_TEST_MODEL")
+	if path == "" {
+		t.Skip("set KVPROFILE_TEST_MODEL to the path that scripts/smollm2.sh prints")
+	}
+	files, err := model.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer files.Close()
+	b, err := cpu.New(cpu.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Close()
+	m, err := engine.New(files.Config, files, b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const length = 600
+	build := func(task string) *datasets.Dataset {
+		d, err := datasets.Build(files.Tokenizer, nil, datasets.TaskOptions{Task: task, Lengths: []int{length}, Count: 1, Seed: 3, Purpose: datasets.Calibration})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return d
+	}
+	streaming := func(sinks, recent int) plan.Policy {
+		return plan.Streaming{SinkTokens: sinks, RecentTokens: recent, Evict: plan.EvictAlways, Decode: plan.DecodeRolling, Positions: plan.PositionsOriginal}
+	}
+	contenders := []eval.Contender{
+		{Name: "sinks", Plan: newPlan(t, &files.Config, 16, everywhere(streaming(4, 60)))},
+		{Name: "window", Plan: newPlan(t, &files.Config, 16, everywhere(streaming(0, 64)))},
+	}
+	needle := build(datasets.TaskMultiKey)
+	prompt, gold, _ := needle.Samples[0].Quiz()
+	r, err := eval.Evaluate(context.Background(), m, files.Tokenizer, []*datasets.Dataset{needle, build(datasets.TaskText)}, contenders,
+		eval.Options{Extra: 8, TextTokens: 64})
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	cache := m.NewCache(len(prompt) + len(gold) + 8)
+	s := &engine.Sequence{Tokens: prompt, Cache: cache, LogitRows: []int{len(prompt) - 1}}
+	var written []int32
+	logprob := 0.0
+	for {
+		if err := m.Forward(context.Background(), s); err != nil {
+			t.Fatal(err)
+		}
+		if i := len(written); i < len(gold) && slices.Equal(written, gold[:i]) {
+			p, _ := eval.LogProbRank(s.Logits[0], gold[i])
+			logprob += p / float64(len(gold))
+		}
+		if written = append(written, argmax(s.Logits[0])); len(written) == len(gold)+8 {
+			break
+		}
+		s = &engine.Sequence{Tokens: written[len(written)-1:], Cache: cache, LogitRows: []int{0}}
+	}
+	full := r.Full.Outcomes[0]
+	if want := files.Tokenizer.Decode(written); full.Text != want || !full.Right || !near(full.LogProb, logprob, 1e-4) {
+		t.Errorf("full cache writes %q (%v), the engine %q (%v)", full.Text, full.LogProb, want, logprob)
+	}
+	t.Logf("needle: log-probability %.3f with the full cache, %.3f with sinks, %.3f without", full.LogProb, r.Runs[0].Outcomes[0].LogProb, r.Runs[1].Outcomes[0].LogProb)
+	for _, run := range r.Runs {
+		if got := run.Outcomes[0]; got.Right || full.LogProb-got.LogProb < 1 {
+			t.Errorf("%s: answers %q with log-probability %v, the full cache %v", run.Name, got.Text, got.LogProb, full.LogProb)
+		}
+	}
+	perplexity := func(run eval.Run) float64 { return math.Exp(run.Texts[0].NLL / float64(run.Texts[0].Tokens)) }
+	all, sinks, window := perplexity(r.Full), perplexity(r.Runs[0]), perplexity(r.Runs[1])
+	t.Logf("perplexity %.2f with the full cache, %.2f with 4 sinks and 60 recent tokens, %.2f with 64 recent tokens", all, sinks, window)
+	if sinks > 2*all || window < 2*sinks {
+		t.Errorf("perplexity %v with the full cache, %v with sinks, %v without", all, sinks, window)
 	}
 }
 
