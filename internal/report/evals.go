@@ -85,7 +85,10 @@ func (in *Inputs) compare(r *eval.Result) comparison {
 	}
 	row("full cache", &r.Full)
 	for i, name := range r.Methods() {
-		retention := series{name: clip(name, 40), style: i, line: true, marks: true}
+		retention := series{name: clip(name, 40), style: methodStyle(i), line: true, marks: true}
+		if slices.ContainsFunc(r.Runs, func(x eval.Run) bool { return x.Name == name && in.isPlan(&x) && x.Budget == 0 }) {
+			retention.name, retention.style, retention.star = "this plan", planStyle, true
+		}
 		loss, kl := retention, retention
 		for _, budget := range r.Budgets() {
 			x := r.Find(name, budget)
@@ -93,9 +96,6 @@ func (in *Inputs) compare(r *eval.Result) comparison {
 				continue
 			}
 			label := in.label(x)
-			if in.isPlan(x) && budget == 0 {
-				retention.name, loss.name, kl.name = "this plan", "this plan", "this plan"
-			}
 			s, low, high := row(label, x)
 			if s.N > 0 {
 				hover := fmt.Sprintf("%s\nkeeps %s of the bytes\nright %d of %d, full cache %d\nloss %s nats per token, 95 %% interval %s to %s", label, percent(s.Kept), s.Right, s.N, s.M, fixed(s.Loss()), fixed(low), fixed(high))
@@ -147,8 +147,8 @@ func methodsFigures(id string, c comparison) []Figure {
 		out = append(out, f.figure())
 	}
 	build("retention", "Retention against kept bytes", "retention, %", c.retention, axis{low: 0, high: 1, ticks: []float64{0, 0.2, 0.4, 0.6, 0.8, 1}, format: func(v float64) string { return fmt.Sprintf("%.0f", 100*v) }})
-	build("loss", "Loss against kept bytes", "loss, nats per token (square-root scale)", c.loss, lossAxis(c.loss))
-	build("kl", "KL against kept bytes, running text", "KL, nats per token (square-root scale)", c.kl, lossAxis(c.kl))
+	build("loss", "Loss against kept bytes", "loss, nats per token (√ scale)", c.loss, lossAxis(c.loss))
+	build("kl", "KL against kept bytes, running text", "KL, nats per token (√ scale)", c.kl, lossAxis(c.kl))
 	return out
 }
 
@@ -165,7 +165,7 @@ func lossAxis(all []series) axis {
 	}
 	root := func(v float64) float64 { return math.Copysign(math.Sqrt(math.Abs(v)), v) }
 	a := axis{low: low, high: high, transform: root, format: plain}
-	for _, v := range []float64{0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32} {
+	for _, v := range []float64{0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32} {
 		if v <= high*1.02 {
 			a.ticks = append(a.ticks, v)
 		}

@@ -184,8 +184,8 @@ func (in *Inputs) policiesFigures() ([]Figure, error) {
 	count := map[plan.Kind]int{}
 	kind := heatMap{id: "policies", title: "Policies", rows: "layer", cols: "KV head", rowNames: numbers(p.Model.NLayers), colNames: numbers(p.Model.NKVHeads)}
 	kept := kind
-	kept.id, kept.title = "kept-bytes", fmt.Sprintf("Kept of a prompt of %s tokens", ui.Tokens(n))
-	kept.legend = scale(viridis, "0 %", "50 %", "100 % of the bytes")
+	kept.id, kept.title = "kept-bytes", fmt.Sprintf("Kept bytes at %s tokens", ui.Tokens(n))
+	kept.legend = scale(viridis, "0 %", "50 %", "100 %")
 	for l, row := range p.Layers {
 		var a, b []heatCell
 		for k, name := range row {
@@ -400,11 +400,11 @@ func agreementFigure(all []agreement) Figure {
 			}
 		}
 	}
-	h := heatMap{id: "agreement", title: "Spearman's rank correlation of the scores", cellHeight: 30, cellWidth: 50,
+	h := heatMap{id: "agreement", title: "Rank correlation of the scores", cellHeight: 30, cellWidth: 42,
 		label: fmt.Sprintf("%d pairs of scores.", len(all)), legend: scale(diverging, "-1", "0", "1")}
 	cells := make([][]heatCell, len(names))
 	for i, n := range names {
-		h.rowNames, h.colNames = append(h.rowNames, scoreName(clip(n, 16))), append(h.colNames, clip(scoreName(n), 8))
+		h.rowNames, h.colNames = append(h.rowNames, fmt.Sprintf("%s %d", scoreName(clip(n, 16)), i+1)), append(h.colNames, fmt.Sprint(i+1))
 		cells[i] = make([]heatCell, len(names))
 	}
 	for _, x := range all {

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math"
 
+	"github.com/kvprofile/kvprofile/distill"
 	"github.com/kvprofile/kvprofile/profile"
 )
 
@@ -29,6 +30,7 @@ type attention struct {
 	KVHeads int         `json:"kv"`
 	Low     float64     `json:"low"` // see mapLow
 	Stops   []string    `json:"stops"`
+	First   [2]int      `json:"first"` // layer and query head that are shown first
 	Samples []mapSample `json:"samples"`
 }
 
@@ -49,6 +51,7 @@ func (in *Inputs) attentionMaps() (*attention, error) {
 	for _, c := range viridisStops() {
 		a.Stops = append(a.Stops, c.String())
 	}
+	a.First = in.firstHead(m.Heads / m.KVHeads)
 	samples, size := mapsFit(m.Layers*m.Heads, min(mapsSamples, in.Record.Meta().Grid.MapSamples))
 	for _, s := range in.Record.Samples() {
 		if len(a.Samples) == samples {
@@ -85,6 +88,32 @@ func (in *Inputs) attentionMaps() (*attention, error) {
 		return nil, nil
 	}
 	return a, nil
+}
+
+// firstHead is the first query head of the KV head that needs the whole cache most: by its gate, then by its attention
+// to needles; the first of all where nothing is known.
+func (in *Inputs) firstHead(group int) [2]int {
+	var best [2]int
+	if in.Gates == nil {
+		return best
+	}
+	needle := in.Gates.Score(distill.ScoreNeedleMass)
+	worth := func(l, k int) (float64, float64) {
+		if needle == nil {
+			return in.Gates.Values[l][k], 0
+		}
+		return in.Gates.Values[l][k], needle[l][k]
+	}
+	for l, row := range in.Gates.Values {
+		for k := range row {
+			g, n := worth(l, k)
+			bestG, bestN := worth(best[0], best[1])
+			if g > bestG || g == bestG && n > bestN {
+				best = [2]int{l, k}
+			}
+		}
+	}
+	return [2]int{best[0], best[1] * group}
 }
 
 // mapsFit is how many samples and which size keep to mapsLimit with so many maps a sample.

@@ -216,7 +216,7 @@ func (in *Inputs) budgets(_ *Report, s *section) error {
 	}
 	if in.Pyramid != nil {
 		for _, w := range in.Pyramid.Warnings {
-			s.say("%s", w.Message)
+			s.say("The budgets of pyramid.json: %s.", strings.TrimSuffix(w.Message, "."))
 		}
 	}
 	return nil

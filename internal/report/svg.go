@@ -21,6 +21,7 @@ type Figure struct {
 	Width  float64
 	Height float64
 	body   string // marks, escaped
+	table  bool   // a table of cells, which is not enlarged
 }
 
 // fontSize is that of all texts in figures; charWidth the mean width of a character in it.
@@ -56,8 +57,13 @@ func colors() []color {
 	}
 }
 
-// seriesColors is the number of colours of series.
+// seriesColors is the number of colours of series; the last is the text's.
 const seriesColors = 7
+
+// methodStyle is the style of the i-th of many series: the text's colour is left for what the page is about.
+func methodStyle(i int) int { return i/(seriesColors-1)*seriesColors + i%(seriesColors-1) }
+
+const planStyle = seriesColors - 1
 
 // rootCSS declares the colours, dark ones where the reader prefers them.
 func rootCSS() string {
@@ -92,8 +98,15 @@ func (f *Figure) WriteSVG(w io.Writer) error {
 
 // inline is the figure as a part of the page: marks can be reached by keyboard.
 func (f *Figure) inline() string {
-	return fmt.Sprintf(`<svg class="fig" id="fig-%s" viewBox="0 0 %s %s" width="%[2]s" height="%[3]s" role="img" tabindex="0" aria-label="%s">
-%s</svg>`, f.ID, px(f.Width), px(f.Height), esc(f.Title+". "+f.Label), f.body)
+	class := ""
+	switch {
+	case f.Width > figureWidth+10:
+		class = " wide" // keeps its size, and the page scrolls it
+	case f.table:
+		class = " narrow"
+	}
+	return fmt.Sprintf(`<svg class="fig%s" id="fig-%s" viewBox="0 0 %s %s" width="%[3]s" height="%[4]s" role="img" tabindex="0" aria-label="%s">
+%s</svg>`, class, f.ID, px(f.Width), px(f.Height), esc(f.Title+". "+f.Label), f.body)
 }
 
 // drawing collects the marks of a figure.
@@ -248,8 +261,11 @@ func (h *heatMap) figure() Figure {
 	if h.legend != nil {
 		top += h.legend(d, left, top, width-left-8)
 	}
-	d.text(left, top+10, "a", h.cols)
-	top += 30
+	top += 16
+	if h.cols != "" {
+		d.text(left, top-6, "a", h.cols)
+		top += 14
+	}
 	labelled := func(n int, size, need float64) int { // every how many there is room for a name
 		step := 1
 		for size*float64(step) < need && step < n {
@@ -270,8 +286,9 @@ func (h *heatMap) figure() Figure {
 	for r, step := 0, labelled(len(h.rowNames), hgt, fontSize+1); r < len(h.rowNames); r += step {
 		d.text(left-4, top+(float64(r)+0.5)*hgt+4, "end", h.rowNames[r])
 	}
-	middle := top + hgt*float64(len(h.rowNames))/2
-	d.f(`<text x="11" y="%s" class="a mid" transform="rotate(-90 11 %[1]s)">%s</text>`+"\n", px(middle), esc(h.rows))
+	if middle := top + hgt*float64(len(h.rowNames))/2; h.rows != "" {
+		d.f(`<text x="11" y="%s" class="a mid" transform="rotate(-90 11 %[1]s)">%s</text>`+"\n", px(middle), esc(h.rows))
+	}
 	for r, row := range h.cells {
 		for c, x := range row {
 			if x.fill == "" {
@@ -283,7 +300,7 @@ func (h *heatMap) figure() Figure {
 			}
 		}
 	}
-	return Figure{ID: h.id, Title: h.title, Label: h.label, Width: width, Height: top + hgt*float64(len(h.rowNames)) + 6, body: d.String()}
+	return Figure{ID: h.id, Title: h.title, Label: h.label, Width: width, Height: top + hgt*float64(len(h.rowNames)) + 6, body: d.String(), table: true}
 }
 
 // scale draws a ramp with the values at its ends and in the middle.
@@ -342,6 +359,7 @@ type series struct {
 	marks  bool // draw the points
 	bars   bool // a bar for each point
 	band   bool // the interval as a ground, in place of whiskers
+	star   bool // marks are stars: what the page is about
 	points []point
 }
 
@@ -398,6 +416,7 @@ func (c *chart) figure() Figure {
 	for i := range c.series {
 		c.series[i].draw(d, X, Y, c.barWidth, top+plotHeight)
 	}
+	across := 0
 	for _, r := range c.rules {
 		if r.vertical {
 			d.line(X(r.at), top, X(r.at), top+plotHeight, "r")
@@ -405,11 +424,13 @@ func (c *chart) figure() Figure {
 			if X(r.at) > left+(width-left)*0.6 {
 				class, x = "r-t end", X(r.at)-3
 			}
-			d.text(x, top+10, class, r.text)
+			d.text(x, top+plotHeight-6, class, r.text)
 			continue
 		}
 		d.line(left, Y(r.at), width-right, Y(r.at), "r")
-		d.text(left+4, Y(r.at)-3, "r-t", r.text)
+		// One beside the other: lines may lie close together.
+		d.text(left+4+float64(across), Y(r.at)-3, "r-t", r.text)
+		across += int(charWidth*float64(utf8.RuneCountInString(r.text))) + 6
 	}
 	d.line(left, top+plotHeight, width-right, top+plotHeight, "x")
 	height := c.legend(d, left, width, top+plotHeight+44)
@@ -438,7 +459,7 @@ func (c *chart) legend(d *drawing, left, width, y float64) float64 {
 				d.line(x, y-4, x+18, y-4, "l "+strokeClass(s.style))
 			}
 			if s.marks {
-				shape(d, s.style, x+9, y-4, "")
+				s.shape(d, x+9, y-4, "")
 			}
 		}
 		d.text(x+22, y, "start", name)
@@ -500,7 +521,7 @@ func (s *series) draw(d *drawing, X, Y func(float64) float64, barWidth, floor fl
 	}
 	for _, p := range s.points {
 		if s.marks {
-			shape(d, s.style, X(p.x), Y(p.y), p.hover)
+			s.shape(d, X(p.x), Y(p.y), p.hover)
 		} else {
 			d.f(`<circle cx="%s" cy="%s" r="5" class="m hit"><title>%s</title></circle>`+"\n", px(X(p.x)), px(Y(p.y)), esc(p.hover))
 		}
@@ -508,20 +529,22 @@ func (s *series) draw(d *drawing, X, Y func(float64) float64, barWidth, floor fl
 }
 
 // shape draws the mark of a style: colours repeat after seven, shapes after five, so that the pair does after 35.
-func shape(d *drawing, style int, x, y float64, hover string) {
-	class := fmt.Sprintf("f%d", style%seriesColors)
+func (s *series) shape(d *drawing, x, y float64, hover string) {
+	class := fmt.Sprintf("f%d", s.style%seriesColors)
 	if hover != "" {
 		class = "m " + class
 	}
 	var path string
-	switch style % 5 {
-	case 0:
+	switch {
+	case s.star:
+		path = star(x, y, 7)
+	case s.style%5 == 0:
 		path = fmt.Sprintf("M%s %sa3.2 3.2 0 1 0 6.4 0a3.2 3.2 0 1 0 -6.4 0Z", px(x-3.2), px(y))
-	case 1:
+	case s.style%5 == 1:
 		path = fmt.Sprintf("M%s %sh6v6h-6Z", px(x-3), px(y-3))
-	case 2:
+	case s.style%5 == 2:
 		path = fmt.Sprintf("M%s %sl4 7h-8Z", px(x), px(y-4.2))
-	case 3:
+	case s.style%5 == 3:
 		path = fmt.Sprintf("M%s %sl4 4l-4 4l-4 -4Z", px(x), px(y-4))
 	default:
 		path = fmt.Sprintf("M%s %sl-4 -7h8Z", px(x), px(y+4.2))
@@ -532,6 +555,20 @@ func shape(d *drawing, style int, x, y float64, hover string) {
 		return
 	}
 	d.f("><title>%s</title></path>\n", esc(hover))
+}
+
+// star is the path of a star with five points.
+func star(x, y, radius float64) string {
+	var path strings.Builder
+	for i := range 10 {
+		r := radius
+		if i%2 == 1 {
+			r *= 0.42
+		}
+		angle := math.Pi * (float64(i)/5 - 0.5)
+		fmt.Fprintf(&path, "%s%s %s", map[bool]string{true: "L", false: "M"}[i > 0], px(x+r*math.Cos(angle)), px(y+r*math.Sin(angle)))
+	}
+	return path.String() + "Z"
 }
 
 // niceTicks are at most n+1 round values from 0 or below low to high or above.

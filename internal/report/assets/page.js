@@ -62,10 +62,6 @@ for (const svg of $$("svg.fig")) {
     if (best) go(best);
   });
   svg.addEventListener("blur", () => { if (here) here.classList.remove("on"); here = null; hide(); });
-  // A figure that is small or wide keeps its size: texts stay readable, and the wide one scrolls.
-  const width = svg.viewBox.baseVal.width;
-  if (width < 330) { svg.classList.add("narrow"); svg.parentNode.classList.add("fit"); }
-  if (width > 370) svg.classList.add("wide");
 }
 
 // A name in a legend brings out its series.
@@ -119,6 +115,8 @@ for (let i = 0; i < data.layers; i++) layer.add(new Option(i, i));
 const group = data.heads / data.kv;
 for (let i = 0; i < data.heads; i++) head.add(new Option(i + " (KV head " + Math.floor(i / group) + ")", i));
 data.samples.forEach((s, i) => sample.add(new Option(s.name, i)));
+layer.value = data.first[0];
+head.value = data.first[1];
 $("#map-low").textContent = "≤ " + 100 * data.low + " %";
 const bar = $("#map-bar").getContext("2d");
 for (let x = 0; x < 200; x++) { bar.fillStyle = "rgb(" + color(x / 199) + ")"; bar.fillRect(x, 0, 1, 10); }
@@ -171,7 +169,7 @@ canvas.addEventListener("keydown", e => {
 for (const e of [layer, head, sample]) e.addEventListener("change", draw);
 document.addEventListener("click", e => {
   const m = e.target.closest && e.target.closest("svg.fig .m[data-layer]");
-  if (!m) return;
+  if (!m || e.pointerType === "touch") return; // a tap is for the numbers
   layer.value = m.dataset.layer;
   head.value = Number(m.dataset.kv) * group;
   draw();
