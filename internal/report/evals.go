@@ -49,6 +49,16 @@ func (in *Inputs) label(x *eval.Run) string {
 	return clip(x.Label(), 40)
 }
 
+// onlyPlan says whether the runs of a name are of the folder's plan alone.
+func (in *Inputs) onlyPlan(r *eval.Result, name string) bool {
+	for i := range r.Runs {
+		if x := &r.Runs[i]; x.Name == name && !in.isPlan(x) {
+			return false
+		}
+	}
+	return in.Plan != nil
+}
+
 // comparison collects what the diagrams of an evaluation show.
 type comparison struct {
 	retention, loss, kl []series
@@ -86,7 +96,7 @@ func (in *Inputs) compare(r *eval.Result) comparison {
 	row("full cache", &r.Full)
 	for i, name := range r.Methods() {
 		retention := series{name: clip(name, 40), style: methodStyle(i), line: true, marks: true}
-		if slices.ContainsFunc(r.Runs, func(x eval.Run) bool { return x.Name == name && in.isPlan(&x) && x.Budget == 0 }) {
+		if in.onlyPlan(r, name) {
 			retention.name, retention.style, retention.star = "this plan", planStyle, true
 		}
 		loss, kl := retention, retention
@@ -165,11 +175,16 @@ func lossAxis(all []series) axis {
 	}
 	root := func(v float64) float64 { return math.Copysign(math.Sqrt(math.Abs(v)), v) }
 	a := axis{low: low, high: high, transform: root, format: plain}
-	for _, v := range []float64{0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32} {
+	for _, v := range []float64{0.01, 0.05, 0.1, 0.25, 0.5, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32} {
 		if v <= high*1.02 {
 			a.ticks = append(a.ticks, v)
 		}
+		if -v >= low*1.02 {
+			a.ticks = append(a.ticks, -v)
+		}
 	}
+	a.ticks = append(a.ticks, 0)
+	slices.Sort(a.ticks)
 	return a
 }
 
@@ -198,50 +213,105 @@ func (in *Inputs) grids(id string, r *eval.Result) []grid {
 		if i == 0 {
 			g.Label = "full cache"
 		}
-		for _, task := range r.Full.Tasks() {
-			var cells []eval.Summary
-			for _, s := range r.Summarise(x, eval.ByCell) {
-				if s.Task == task {
-					cells = append(cells, s)
-				}
-			}
-			g.figures = append(g.figures, gridFigure(fmt.Sprintf("%s-grid-%d-%s", id, i, slug(task)), g.Label, task, cells))
+		for j, task := range r.Full.Tasks() {
+			f := gridFigure(task, g.Label, r, x)
+			f.ID = fmt.Sprintf("%s-grid-%d-%d-%s", id, i, j, slug(task))
+			g.figures = append(g.figures, f)
 		}
 		out = append(out, g)
 	}
 	return out
 }
 
-func gridFigure(id, label, task string, cells []eval.Summary) Figure {
+// gridDepths is the largest number of depths that a grid has a row for; of more, each tenth has one.
+const gridDepths = 11
+
+// gridSum sums up the prompts of a cell.
+type gridSum struct {
+	n, right, fullRight  int
+	logProb, fullLogProb float64
+	bytes, fullBytes     int64
+	shallowest, deepest  float64
+	shortest, longest    int
+}
+
+func gridFigure(task, label string, r *eval.Result, x *eval.Run) Figure {
 	var lengths []int
 	var depths []float64
-	for _, s := range cells {
-		if !slices.Contains(lengths, s.Length) {
-			lengths = append(lengths, s.Length)
-		}
-		if !slices.Contains(depths, s.Depth) {
-			depths = append(depths, s.Depth)
+	for _, o := range x.Outcomes {
+		if o.Task == task {
+			lengths, depths = append(lengths, o.Length), append(depths, o.Depth)
 		}
 	}
+	distinct := func(v []float64) []float64 { slices.Sort(v); return slices.Compact(v) }
 	slices.Sort(lengths)
-	slices.Sort(depths)
-	h := heatMap{id: id, title: clip(task, 24) + ": " + label, rows: "depth, %", cols: "tokens of prompt", legend: scale(viridis, "0 %", "50 %", "100 % right"),
-		cellHeight: min(max(240/float64(len(depths)), 12), 34), cellWidth: min(max(300/float64(len(lengths)), 14), 60), cells: make([][]heatCell, len(depths))}
+	lengths, depths = slices.Compact(lengths), distinct(depths)
+	row := func(depth float64) float64 { return depth }
+	if len(depths) > gridDepths {
+		row = func(depth float64) float64 { return math.Min(math.Floor(depth*10), 9) / 10 }
+		for i, d := range depths {
+			depths[i] = row(d)
+		}
+		depths = distinct(depths)
+	}
+	sums := make([][]gridSum, len(depths))
+	for i := range sums {
+		sums[i] = make([]gridSum, len(lengths))
+	}
+	right, n := 0, 0
+	for i, o := range x.Outcomes {
+		if o.Task != task {
+			continue
+		}
+		f := r.Full.Outcomes[i]
+		s := &sums[slices.Index(depths, row(o.Depth))][slices.Index(lengths, o.Length)]
+		if s.n == 0 {
+			s.shallowest, s.deepest, s.shortest, s.longest = o.Depth, o.Depth, o.Prompt, o.Prompt
+		}
+		s.n++
+		n++
+		if o.Right {
+			s.right++
+			right++
+		}
+		if f.Right {
+			s.fullRight++
+		}
+		s.logProb, s.fullLogProb = s.logProb+o.LogProb, s.fullLogProb+f.LogProb
+		s.bytes, s.fullBytes = s.bytes+o.Bytes, s.fullBytes+o.FullBytes
+		s.shallowest, s.deepest = min(s.shallowest, o.Depth), max(s.deepest, o.Depth)
+		s.shortest, s.longest = min(s.shortest, o.Prompt), max(s.longest, o.Prompt)
+	}
+	h := heatMap{title: clip(task, 24) + ": " + label, label: fmt.Sprintf("%d of %d prompts are right.", right, n), rows: "depth, %", cols: "tokens of prompt",
+		legend: scale(viridis, "0 %", "50 %", "100 % right"), cellHeight: min(max(240/float64(len(depths)), 12), 34), cellWidth: min(max(300/float64(len(lengths)), 14), 60)}
 	for _, n := range lengths {
 		h.colNames = append(h.colNames, ui.Tokens(n))
 	}
 	for i, d := range depths {
 		h.rowNames = append(h.rowNames, plain(math.Round(1000*d)/10))
-		h.cells[i] = make([]heatCell, len(lengths))
+		var cells []heatCell
+		for _, s := range sums[i] {
+			if s.n == 0 {
+				cells = append(cells, heatCell{})
+				continue
+			}
+			k := float64(s.n)
+			hover := fmt.Sprintf("%s, %s\nright %d of %d (full cache %d)\nlog-probability %s (full cache %s)\nkept %s of the bytes", span(float64(s.shortest), float64(s.longest), 1, " tokens"), "depth "+span(s.shallowest, s.deepest, 100, " %"),
+				s.right, s.n, s.fullRight, fixed(s.logProb/k), fixed(s.fullLogProb/k), percent(float64(s.bytes)/float64(s.fullBytes)))
+			cells = append(cells, filled(viridis, float64(s.right)/k, fmt.Sprintf("%.0f", 100*float64(s.right)/k), hover))
+		}
+		h.cells = append(h.cells, cells)
 	}
-	right, n := 0, 0
-	for _, s := range cells {
-		hover := fmt.Sprintf("%s tokens, depth %s\nright %d of %d (full cache %d)\nlog-probability %s (full cache %s)\nkept %s", ui.Tokens(s.Length), percent(s.Depth), s.Right, s.N, s.M, fixed(s.LogProb), fixed(s.FullLogProb), percent(s.Kept))
-		h.cells[slices.Index(depths, s.Depth)][slices.Index(lengths, s.Length)] = filled(viridis, s.Accuracy, fmt.Sprintf("%.0f", 100*s.Accuracy), hover)
-		right, n = right+s.Right, n+s.N
-	}
-	h.label = fmt.Sprintf("%d of %d prompts are right.", right, n)
 	return h.figure()
+}
+
+// span shows the ends of a range in a unit, or one number where they are equal.
+func span(low, high, factor float64, unit string) string {
+	a, b := plain(math.Round(low*factor*10)/10), plain(math.Round(high*factor*10)/10)
+	if a == b {
+		return a + unit
+	}
+	return a + " to " + b + unit
 }
 
 // purpose says what the prompts of an evaluation were for.

@@ -287,6 +287,9 @@ func (in *Inputs) evaluation(s *section, i int) {
 	c := in.compare(r)
 	s.Figures = methodsFigures(s.ID, c)
 	s.Tables = append(s.Tables, c.table)
+	if full.N > 0 && full.M == 0 {
+		s.lack("Retention is left out: the full cache gets no prompt right.")
+	}
 	if len(r.Full.Outcomes) == 0 {
 		s.lack("There are no prompts with answers in it: retention and the needle grid are left out.")
 		return

@@ -388,7 +388,7 @@ func (c *chart) figure() Figure {
 	width := figureWidth
 	d := new(drawing)
 	d.heading(width, c.title)
-	X := func(v float64) float64 { return left + (width-left-right)*c.x.at(v) }
+	X := func(v float64) float64 { return left + (width-left-right)*min(max(c.x.at(v), 0), 1) }
 	Y := func(v float64) float64 { return top + plotHeight*(1-min(max(c.y.at(v), 0), 1)) }
 	lastY := math.Inf(1)
 	for _, t := range c.y.ticks {
