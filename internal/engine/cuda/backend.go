@@ -24,6 +24,8 @@ type Options struct {
 	// Segment is the size in bytes by which memory is taken from the driver; 0 means 64 MiB. Negative: every tensor is an allocation
 	// of its own and goes back at once, which is slow and shows defects of the backend.
 	Segment int64
+	// Staging is the size in bytes of the pinned memory through which values come and go; 0 means 16 MiB.
+	Staging int
 	// Scratch is the memory in bytes that the scores of attention may take; 0 means 1 GiB.
 	Scratch int64
 }
@@ -59,8 +61,12 @@ func New(o Options) (*Backend, error) {
 	case grain < 0:
 		grain = 0
 	}
+	staging := o.Staging
+	if staging <= 0 {
+		staging = 16 << 20
+	}
 	var err error
-	if b.dev, b.info, err = openDevice(o.Symbols, o.Device, grain); err != nil {
+	if b.dev, b.info, err = openDevice(o.Symbols, o.Device, grain, max(staging, 4096)); err != nil {
 		return nil, err
 	}
 	return b, nil

@@ -49,7 +49,7 @@ func newBackend(t testing.TB, precision string) *Backend {
 		})
 		return b
 	}
-	b, _ := simulated(t, fakecuda.Options{}, Options{Precision: precision, Segment: -1})
+	b, _ := simulated(t, fakecuda.Options{}, Options{Precision: precision, Segment: -1, Staging: 1 << 16})
 	return b
 }
 
@@ -335,7 +335,7 @@ func TestFinite(t *testing.T) {
 
 // Memory that is used again must read as zeros, through views too.
 func TestNewIsZero(t *testing.T) {
-	b, _ := simulated(t, fakecuda.Options{}, Options{Precision: "f32"})
+	b, _ := simulated(t, fakecuda.Options{}, Options{Precision: "f32", Staging: 1 << 16})
 	for i := range 5 {
 		m := random(seeded(5), 20, 10)
 		b.Free(m.on(b))
@@ -448,7 +448,7 @@ func TestStreamingIsLinear(t *testing.T) {
 	if _, ok := realDevice(t); ok {
 		t.Skip("operations are counted in simulation")
 	}
-	b, fake := simulated(t, fakecuda.Options{}, Options{Precision: "f32"})
+	b, fake := simulated(t, fakecuda.Options{}, Options{Precision: "f32", Staging: 1 << 16})
 	spec := engine.AttentionSpec{Heads: 2, KVHeads: 1, HeadDim: 16, Masks: []engine.Mask{{Sink: 4, Recent: 16}}}
 	cost := func(n int) (instructions, flop float64) {
 		c := attentionCase{n, spec}

@@ -46,9 +46,6 @@ const (
 	minCapability = 80
 )
 
-// pinnedBytes is the size of the staging memory in each direction.
-const pinnedBytes = 16 << 20
-
 // Info describes a GPU.
 type Info struct {
 	Index      int
@@ -133,8 +130,8 @@ func (d *device) describe(index int) (Info, error) {
 	return info, nil
 }
 
-// openDevice starts the goroutine of a GPU and sets everything up on it.
-func openDevice(symbols Symbols, index int, grain int64) (*device, Info, error) {
+// openDevice starts the goroutine of a GPU and sets everything up on it. staging is the size of pinned memory, grain of segments.
+func openDevice(symbols Symbols, index int, grain int64, staging int) (*device, Info, error) {
 	a, err := bind(symbols)
 	if err != nil {
 		return nil, Info{}, err
@@ -149,7 +146,7 @@ func openDevice(symbols Symbols, index int, grain int64) (*device, Info, error) 
 	}()
 	var info Info
 	err = d.do(func() (err error) {
-		info, err = d.setUp()
+		info, err = d.setUp(staging)
 		return err
 	})
 	if err != nil {
@@ -161,7 +158,7 @@ func openDevice(symbols Symbols, index int, grain int64) (*device, Info, error) 
 	return d, info, nil
 }
 
-func (d *device) setUp() (Info, error) {
+func (d *device) setUp(staging int) (Info, error) {
 	count, _, err := d.start()
 	if err != nil {
 		return Info{}, err
@@ -188,8 +185,8 @@ func (d *device) setUp() (Info, error) {
 		func() error { return d.checkBLAS("cublasSetStream", d.api.blasStream.call(d.blas, d.stream)) },
 		// Partial sums of a product stay in float32 (CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION), and float32 is no TF32.
 		func() error { return d.checkBLAS("cublasSetMathMode", d.api.blasMathMode.call(d.blas, 16)) },
-		func() error { return d.pin(&d.up.memory, 2*pinnedBytes) },
-		func() error { return d.pin(&d.down, pinnedBytes) },
+		func() error { return d.pin(&d.up.memory, 2*staging) },
+		func() error { return d.pin(&d.down, staging) },
 		d.loadModules,
 	}
 	for i := range d.up.events {
@@ -362,7 +359,7 @@ func (d *device) stage(n int) ([]byte, error) {
 // upload queues a copy of n bytes to the device; fill writes bytes [lo, lo+len(dst)) of the source to dst. unit divides the
 // pieces' sizes.
 func (d *device) upload(to pointer, n, unit int, fill func(dst []byte, lo int)) error {
-	piece := min(n, len(d.up.memory)/8/unit*unit)
+	piece := min(n, len(d.up.memory)/2/4/unit*unit) // a quarter of a half
 	for lo := 0; lo < n; lo += piece {
 		m := min(piece, n-lo)
 		buf, err := d.stage(m)

@@ -31,7 +31,7 @@ KV_DEV void online(float &m, float &z, float x) {
 KV_DEV float combine(float &m, float z, float *red) {
   const float mine = m;
   m = block_max(mine, red);
-  return block_sum(mine > -INF ? z * ex2(mine - m) : 0.f, red);
+  return again_sum(mine > -INF ? z * ex2(mine - m) : 0.f, red);
 }
 
 // s becomes the softmax of its rows, zero where the query does not see; p16, when not null, gets the same rounded, and
@@ -113,11 +113,11 @@ KV_KERNEL void kv_softmax_tap(float *s, bf16 *p16, float *rowstats, int *top, co
     }
     hi = cut;
     if (x < nwidths) {
-      mass += block_sum(part, red);
+      mass += again_sum(part, red);
       if (tid() == 0 && i < prompt) out[1 + x] = mass;
     }
   }
-  e = block_sum(e, red);
+  e = again_sum(e, red);
   if (tid() == 0 && i < prompt) out[0] = LN2 * (lg2(z) - e);
   for (int c = tid(); c < width; c += ntid())
     if (c < from || c >= end) {
@@ -214,16 +214,17 @@ KV_DEV float above(const float *p, int n, float v, int *count, float *red) {
       s += p[c];
       k += 1.f; // exact below 2^24
     }
-  *count = (int)block_sum(k, red);
-  return block_sum(s, red);
+  *count = (int)again_sum(k, red);
+  return again_sum(s, red);
 }
 KV_KERNEL void kv_holders(int *counts, const float *p, const float *shares, int nshares, int row0, int every, int ld, int width, int rows, int sample0, int samples,
                           int head0) {
   KV_SHARED(float, red, 32);
   const float *row = p + ((u64)by() * rows + row0 + bx() * every) * ld;
   int *out = counts + ((u64)(head0 + by()) * samples + sample0 + bx()) * nshares;
-  int all;
-  const float total = above(row, width, 0.f, &all, red);
+  float total = 0.f;
+  for (int c = tid(); c < width; c += ntid()) total += row[c];
+  total = block_sum(total, red);
   for (int x = 0; x < nshares; x++) {
     const float want = shares[x] * total;
     // All values up to this one, were there as many as can be, would hold less than what may be left out.

@@ -43,7 +43,7 @@ KV_KERNEL void kv_rmsnorm_back(float *dx, const float *dy, const float *x, const
     t += dy[o + j] * w[j] * v;
   }
   const float r = rsqrt(block_sum(s, red) / (float)n + eps);
-  const float c = block_sum(t, red) * r * r * r / (float)n;
+  const float c = again_sum(t, red) * r * r * r / (float)n;
   COLUMNS(j, n) dx[o + j] += r * dy[o + j] * w[j] - x[o + j] * c;
 }
 

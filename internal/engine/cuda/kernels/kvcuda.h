@@ -59,29 +59,20 @@ KV_DEV int warp_min(int v) {
   for (int m = 16; m; m >>= 1) v = least(v, shfl_xor_i(v, m));
   return v;
 }
-// Reductions over the block, whose threads are whole warps. red is shared memory of 32 values; every thread gets the
-// result. The first barrier protects what an earlier reduction still reads.
-KV_DEV float block_sum(float v, float *red) {
-  u32 w = tid() >> 5, l = tid() & 31, nw = ntid() >> 5;
-  v = warp_sum(v);
-  kv_sync();
-  if (l == 0) red[w] = v;
-  kv_sync();
-  return warp_sum(l < nw ? red[l] : 0.f);
-}
-KV_DEV float block_max(float v, float *red) {
-  u32 w = tid() >> 5, l = tid() & 31, nw = ntid() >> 5;
-  v = warp_max(v);
-  kv_sync();
-  if (l == 0) red[w] = v;
-  kv_sync();
-  return warp_max(l < nw ? red[l] : -INF);
-}
-KV_DEV int block_min(int v, int *red) {
-  u32 w = tid() >> 5, l = tid() & 31, nw = ntid() >> 5;
-  v = warp_min(v);
-  kv_sync();
-  if (l == 0) red[w] = v;
-  kv_sync();
-  return warp_min(l < nw ? red[l] : 0x7fffffff);
-}
+// Reductions over the block, whose threads are whole warps. red is shared memory of 32 values that nobody has used before
+// (the block_ functions), or not since the last barrier but by a reduction (the again_ functions). Every thread gets the result.
+#define REDUCTION(T, op, none)                       \
+  KV_DEV T block_##op(T v, T *red) {                 \
+    u32 w = tid() >> 5, l = tid() & 31;              \
+    v = warp_##op(v);                                \
+    if (l == 0) red[w] = v;                          \
+    kv_sync();                                       \
+    return warp_##op(l < ntid() >> 5 ? red[l] : none); \
+  }                                                  \
+  KV_DEV T again_##op(T v, T *red) {                 \
+    kv_sync();                                       \
+    return block_##op(v, red);                       \
+  }
+REDUCTION(float, sum, 0.f)
+REDUCTION(float, max, -INF)
+REDUCTION(int, min, 0x7fffffff)
