@@ -93,8 +93,14 @@ func sizeOf(t string) int {
 }
 
 // Parse reads PTX text and compiles every kernel to closures.
-func Parse(src string) (*Module, error) {
-	m := &Module{Kernels: map[string]*Kernel{}, externShared: map[string]bool{}}
+func Parse(src string) (m *Module, err error) {
+	number := 0
+	defer func() { // an operand that is missing shows as an index out of range
+		if r := recover(); r != nil {
+			m, err = nil, fmt.Errorf("line %d is not understood: %v", number, r)
+		}
+	}()
+	m = &Module{Kernels: map[string]*Kernel{}, externShared: map[string]bool{}}
 	var b *builder
 	depth, inHead := 0, false
 	type raw struct {
@@ -103,6 +109,7 @@ func Parse(src string) (*Module, error) {
 	}
 	var body []raw
 	for ln, line := range strings.Split(src, "\n") {
+		number = ln + 1
 		if i := strings.Index(line, "//"); i >= 0 {
 			line = line[:i]
 		}
@@ -173,6 +180,9 @@ func Parse(src string) (*Module, error) {
 				return nil, fmt.Errorf("line %d: %q is not understood", ln+1, line)
 			}
 			n, _ := strconv.Atoi(r[3])
+			if n > 1<<16 {
+				return nil, fmt.Errorf("line %d: %d registers", ln+1, n)
+			}
 			for i := 0; i < n; i++ {
 				name := r[2] + strconv.Itoa(i)
 				if r[1] == "pred" {
@@ -191,6 +201,9 @@ func Parse(src string) (*Module, error) {
 			}
 			al, _ := strconv.Atoi(s[1])
 			sz, _ := strconv.Atoi(s[3])
+			if al < 1 || al > 128 || sz < 1 || sz > 48<<10 {
+				return nil, fmt.Errorf("line %d: %d bytes of shared memory in steps of %d", ln+1, sz, al)
+			}
 			off := (b.k.Shared + al - 1) / al * al
 			b.shared[s[2]] = off
 			b.k.Shared = off + sz
