@@ -3,6 +3,7 @@ package datasets
 import (
 	"slices"
 	"strings"
+	"unicode"
 )
 
 // minHaystack is the fewest haystack tokens that a sample may have.
@@ -24,17 +25,42 @@ type piece struct {
 	tokens []int32
 }
 
+// insert is what is put between two sentences of the haystack: a sentence of its
+// own (a needle or a distractor), or for SpanDialog a question and its answer, as
+// turns of the conversation.
+type insert struct {
+	kind             SpanKind // SpanNeedle, SpanDistractor or SpanDialog
+	text             string   // of a sentence
+	question, answer string   // of a dialog
+	depth            float64  // fraction of the haystack before it
+	early            bool     // never behind its depth: at the border before it, not the nearest
+}
+
+// seam is the place that a text is put in.
+type seam struct {
+	block bool   // a paragraph begins here
+	turn  bool   // a dialog ends here
+	lead  string // white space that the template's text before left to this one
+}
+
 // sample makes sample id of length tokens (of haystack tokens if haystackLength).
 func (b *builder) sample(id, length int, haystackLength bool, q *quiz) (Sample, error) {
 	head, tail := b.frameTokens(q)
 	fixed := count(head) + count(tail)
-	// A needle is a sentence within a paragraph, or a paragraph of its own.
-	inline, block := make([][]int32, len(q.needles)), make([][]int32, len(q.needles))
+	forms := []seam{{}, {block: true}}
+	dialogs := q.dialogs()
+	if dialogs > 0 {
+		forms = append(forms, seam{block: true, lead: " "})
+	}
+	number := numbers(q.inserts)
 	most := 0
-	for i, n := range q.needles {
-		inline[i] = b.tok.after(" " + n)
-		block[i] = b.tok.after(n + "\n\n")
-		most += max(len(inline[i]), len(block[i]))
+	for i := range q.inserts {
+		longest := 0
+		for _, f := range forms {
+			pieces, _ := b.insert(q, i, number[i], f)
+			longest = max(longest, count(pieces))
+		}
+		most += longest
 	}
 	budget := length
 	if !haystackLength {
@@ -52,55 +78,109 @@ func (b *builder) sample(id, length int, haystackLength bool, q *quiz) (Sample, 
 		return Sample{}, err
 	}
 
-	// Whole sentences, up to a margin that is filled once the needles stand.
+	// Whole sentences, up to a margin that is filled once the inserts stand. A
+	// sentence that begins a turn may have another token than within a paragraph.
 	h := hay{tok: b.tok, name: b.haystack.Name(), stream: stream}
-	h.pull(budget - 24)
-	places := h.place(q.depths, budget)
+	h.pull(budget - 24 - dialogs)
+	places := h.place(q.inserts, budget, dialogs > 0)
 
-	needle := func(i int) []int32 {
-		if h.blockAt(places[i]) {
-			return block[i]
-		}
-		return inline[i]
-	}
+	// The form of an insert, or of a sentence behind one, depends on what is before it.
 	want := budget
 	if !haystackLength {
 		want = length - fixed
-		for i := range places {
-			want -= len(needle(i))
+	}
+	put := make([][]piece, len(q.inserts))
+	at, next := seam{block: true}, 0
+	form := func(place int) {
+		for ; next < len(places) && places[next] == place; next++ {
+			put[next], at = b.insert(q, next, number[next], at)
+			if !haystackLength {
+				want -= count(put[next])
+			}
 		}
 	}
-	fill := h.fill(want - h.total)
+	for i := range h.units {
+		form(i)
+		if at.lead != "" || at.block && !h.blockAt(i) {
+			h.begin(i, at.lead)
+		}
+		at = seam{block: h.units[i].block}
+	}
+	form(len(h.units))
+	before := at
+	at = seam{block: h.lines()}
+	form(placeEnd)
+	fill := h.fill(want-h.total, before)
 	if h.err != nil {
 		return Sample{}, h.err
 	}
 
 	var body []piece
-	depths := make([]float64, len(places))
-	at, next := 0, 0
-	put := func(place int) {
+	var depths, asked []float64
+	done, next := 0, 0
+	lay := func(place int) {
 		for ; next < len(places) && places[next] == place; next++ {
-			body = append(body, piece{SpanNeedle, next, needle(next)})
-			depths[next] = float64(at) / float64(want)
+			body = append(body, put[next]...)
+			if q.inserts[next].kind == SpanNeedle {
+				depths = append(depths, float64(done)/float64(want))
+				asked = append(asked, q.inserts[next].depth)
+			}
 		}
 	}
 	for i, u := range h.units {
-		put(i)
+		lay(i)
 		body = append(body, piece{SpanHaystack, 0, u.tokens})
-		at += len(u.tokens)
+		done += len(u.tokens)
 	}
-	put(len(h.units))
+	lay(len(h.units))
 	for _, f := range fill {
 		body = append(body, piece{SpanHaystack, 0, f})
-		at += len(f)
+		done += len(f)
 	}
-	put(placeEnd)
+	lay(placeEnd)
 
 	s := Sample{ID: id, Task: b.task, Seed: b.seed, Haystack: b.haystack.Name(),
-		Depths: depths, AskedDepths: slices.Clone(q.depths), Expected: slices.Clone(q.answers)}
+		Depths: depths, AskedDepths: asked, Expected: slices.Clone(q.expected)}
 	s.assemble(slices.Concat(head, body, tail))
 	s.TargetTokens = len(s.Tokens)
 	return s, nil
+}
+
+// numbers counts the inserts of each kind.
+func numbers(inserts []insert) []int {
+	counts := map[SpanKind]int{}
+	out := make([]int, len(inserts))
+	for i, in := range inserts {
+		out[i] = counts[in.kind]
+		counts[in.kind]++
+	}
+	return out
+}
+
+// insert encodes insert i, number n of its kind, for a seam, and returns the seam
+// behind it.
+func (b *builder) insert(q *quiz, i, n int, at seam) ([]piece, seam) {
+	in := &q.inserts[i]
+	if in.kind != SpanDialog {
+		// A sentence within a paragraph, or a paragraph of its own.
+		if at.block {
+			return []piece{{in.kind, n, b.tok.after(at.lead + in.text + q.paragraph())}}, seam{block: true}
+		}
+		return []piece{{in.kind, n, b.tok.after(" " + in.text)}}, seam{}
+	}
+	paragraph := ""
+	if !at.block {
+		paragraph = "\n\n"
+	}
+	texts := []part{{SpanDialog, 2 * n, at.lead + paragraph + in.question}, {SpanChat, 2 * n, b.frame[2*n+1]},
+		{SpanDialog, 2*n + 1, in.answer}, {SpanChat, 2*n + 1, b.frame[2*n+2]}}
+	if b.plain {
+		texts[0].text = in.question
+		texts[3].text = "\n\n"
+		texts = append([]part{{SpanChat, 2*n - 1, at.lead + paragraph + "Question: "}}, texts...)
+	}
+	pieces, lead := b.encode(texts, false)
+	return pieces, seam{block: true, turn: true, lead: lead}
 }
 
 func count(pieces []piece) int {
@@ -141,43 +221,44 @@ func (s *Sample) assemble(pieces []piece) {
 	s.Spans = spans
 }
 
-// frameTokens encodes everything but haystack and needles: what stands before and
+// part is a text that becomes a piece.
+type part struct {
+	kind  SpanKind
+	index int
+	text  string
+}
+
+// frameTokens encodes everything but haystack and inserts: what stands before and
 // what behind them.
 func (b *builder) frameTokens(q *quiz) (head, tail []piece) {
-	type text struct {
-		kind  SpanKind
-		index int
-		text  string
-	}
-	texts := []text{{SpanChat, 0, b.frame[0]}, {SpanInstruction, 0, q.intro}, {SpanHaystack, 0, ""}}
-	outro := q.outro
-	texts = append(texts, text{SpanInstruction, 0, outro})
+	head, lead := b.encode([]part{{SpanChat, 0, b.frame[0]}, {SpanInstruction, 0, q.intro}}, true)
+	texts := []part{{SpanInstruction, 0, lead + q.outro}}
 	if b.plain {
-		texts = append(texts, text{SpanChat, 0, "Question: "})
+		texts = append(texts, part{SpanChat, 0, "Question: "})
 	}
+	turn := 2 * q.dialogs()
 	for k := range q.questions {
 		if k > 0 {
-			texts = append(texts, text{SpanChat, 0, b.frame[2*k]})
+			texts = append(texts, part{SpanChat, 0, b.frame[turn+2*k]})
 		}
 		texts = append(texts,
-			text{SpanQuestion, k, q.questions[k]},
-			text{SpanChat, 0, b.frame[2*k+1]},
-			text{SpanAnswer, k, q.answers[k]})
+			part{SpanQuestion, k, q.questions[k]},
+			part{SpanChat, 0, b.frame[turn+2*k+1]},
+			part{SpanAnswer, k, q.answers[k]})
 	}
-	out := &head
-	first := true
-	carry := ""
+	tail, _ = b.encode(texts, false)
+	return head, tail
+}
+
+// encode encodes texts in a row; first says that they begin the sample. A space
+// at the end of template text belongs to the word that follows it, as tokenizers
+// have it: lead is that of the last text.
+func (b *builder) encode(texts []part, first bool) (pieces []piece, lead string) {
 	for _, t := range texts {
-		if t.kind == SpanHaystack {
-			out = &tail
-			continue
-		}
-		s := carry + t.text
-		carry = ""
-		// A space at the end of template text belongs to the word that follows it,
-		// as tokenizers have it.
+		s := lead + t.text
+		lead = ""
 		if t.kind == SpanChat && strings.HasSuffix(s, " ") {
-			s, carry = s[:len(s)-1], " "
+			s, lead = s[:len(s)-1], " "
 		}
 		if s == "" {
 			continue
@@ -189,13 +270,14 @@ func (b *builder) frameTokens(q *quiz) (head, tail []piece) {
 		} else {
 			toks = b.tok.after(s)
 		}
-		*out = append(*out, piece{t.kind, t.index, toks})
+		pieces = append(pieces, piece{t.kind, t.index, toks})
 	}
-	return head, tail
+	return pieces, lead
 }
 
 // unit is an encoded sentence.
 type unit struct {
+	text   Sentence
 	tokens []int32
 	block  bool // ends its paragraph
 }
@@ -249,35 +331,56 @@ func (h *hay) pull(limit int) {
 			h.pending = s
 			break
 		}
-		h.units = append(h.units, unit{toks, s.endsBlock()})
+		h.units = append(h.units, unit{s, toks, s.endsBlock()})
 		h.total += len(toks)
 	}
 }
 
-// blockAt says whether a needle at a place is a paragraph of its own: at the start
-// and after a paragraph's end. Elsewhere it is a sentence among others.
-func (h *hay) blockAt(place int) bool {
-	return place == 0 || place > 0 && h.units[place-1].block
+// blockAt says whether a paragraph begins at sentence i.
+func (h *hay) blockAt(i int) bool { return i == 0 || h.units[i-1].block }
+
+// begin makes sentence i begin a paragraph, behind lead.
+func (h *hay) begin(i int, lead string) {
+	u := &h.units[i]
+	h.total -= len(u.tokens)
+	u.tokens = h.encode(lead + strings.TrimLeftFunc(string(u.text), unicode.IsSpace))
+	h.total += len(u.tokens)
 }
 
-// place chooses for each depth (ascending) the border between sentences that is
-// nearest to that fraction of total tokens: i is before sentence i, len(units) is
-// before the fill, placeEnd behind everything.
-func (h *hay) place(depths []float64, total int) []int {
+// filler is what a Stream may offer besides: it is of lines, and can make one of
+// exactly n tokens, as tokens counts them, or the longest that has not more.
+type filler interface {
+	fill(n int, tokens func(string) int) string
+}
+
+// lines reports whether every sentence, the fill too, is a line of its own.
+func (h *hay) lines() bool { _, ok := h.stream.(filler); return ok }
+
+// place chooses for each insert (depths ascending) the border between sentences
+// that is nearest to that fraction of total tokens: i is before sentence i,
+// len(units) is before the fill, placeEnd behind everything, which inside rules out.
+func (h *hay) place(inserts []insert, total int, inside bool) []int {
 	offsets := []int{0}
 	for _, u := range h.units {
 		offsets = append(offsets, offsets[len(offsets)-1]+len(u.tokens))
 	}
-	offsets = append(offsets, total)
-	out := make([]int, len(depths))
+	end := len(offsets)
+	if !inside {
+		offsets = append(offsets, total)
+	}
+	out := make([]int, len(inserts))
 	at := 0
-	for i, d := range depths {
-		want := d * float64(total)
-		for at+1 < len(offsets) && float64(offsets[at+1])-want <= want-float64(offsets[at]) {
+	for i, in := range inserts {
+		// The conversion keeps a fused multiply-add from changing the last bit.
+		want := float64(in.depth * float64(total))
+		for at+1 < len(offsets) {
+			behind := float64(offsets[at+1]) - want
+			if in.early && behind > 0 || behind > want-float64(offsets[at]) {
+				break
+			}
 			at++
 		}
-		out[i] = at
-		if at == len(offsets)-1 {
+		if out[i] = at; at == end {
 			out[i] = placeEnd
 		}
 	}
@@ -286,15 +389,20 @@ func (h *hay) place(depths []float64, total int) []int {
 
 // fill returns sentences of exactly n tokens together. Loose text is searched for
 // one or two sentences that fit; contiguous text, or text without such a pair, is
-// cut off at a word and the remainder filled with line breaks.
-func (h *hay) fill(n int) [][]int32 {
+// cut off at a word and the remainder filled with line breaks. The fill stands at
+// a seam.
+func (h *hay) fill(n int, at seam) [][]int32 {
 	var out [][]int32
+	if f, ok := h.stream.(filler); ok {
+		line := h.encode(f.fill(n, func(s string) int { return len(h.encode(s)) }))
+		return [][]int32{h.pad(line, n)}
+	}
 	if !h.stream.Contiguous() {
 		next := func() string { return strings.Trim(string(h.next()), " \t\r\n") }
 		// lead is the space before a sentence unless it starts a paragraph.
 		lead := func() string {
-			if len(out) == 0 && h.blockAt(len(h.units)) {
-				return ""
+			if len(out) == 0 && at.block {
+				return at.lead
 			}
 			return " "
 		}
@@ -328,14 +436,17 @@ func (h *hay) fill(n int) [][]int32 {
 	// Cut the running text at the exact token.
 	var rest []int32
 	for len(rest) <= n && h.err == nil {
-		rest = append(rest, h.encode(string(h.next()))...)
+		s := string(h.next())
+		if len(out) == 0 && len(rest) == 0 && at.turn {
+			s = at.lead + strings.TrimLeftFunc(s, unicode.IsSpace)
+		}
+		rest = append(rest, h.encode(s)...)
 	}
 	if h.err != nil {
 		return nil
 	}
 	cut := n
-	pad := h.tok.after("\n")
-	if len(pad) == 1 {
+	if len(h.tok.after("\n")) == 1 {
 		for k := n; k > 0 && k > n-8; k-- {
 			if h.tok.startsWord(rest[k]) {
 				cut = k
@@ -343,9 +454,18 @@ func (h *hay) fill(n int) [][]int32 {
 			}
 		}
 	}
-	rest = rest[:cut:cut]
-	for len(rest) < n {
-		rest = append(rest, pad[0])
+	return append(out, h.pad(rest[:cut:cut], n))
+}
+
+// pad adds line breaks up to n tokens.
+func (h *hay) pad(toks []int32, n int) []int32 {
+	br := h.tok.after("\n")
+	if len(toks) > n || len(toks) < n && len(br) != 1 {
+		h.err = badOption("lengths", "with this tokenizer %s cannot be made %d tokens long", h.name, n)
+		return nil
 	}
-	return append(out, rest)
+	for len(toks) < n {
+		toks = append(toks, br[0])
+	}
+	return toks
 }

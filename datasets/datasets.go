@@ -34,9 +34,14 @@ const (
 	SpanInstruction SpanKind = "instruction"
 	// SpanHaystack is a stretch of filler between needles.
 	SpanHaystack SpanKind = "haystack"
-	// SpanNeedle is the sentence that has to be found.
+	// SpanNeedle is a sentence that has to be found.
 	SpanNeedle SpanKind = "needle"
-	// SpanQuestion asks for needle Index.
+	// SpanDistractor is a sentence of a needle's form that no question asks for.
+	SpanDistractor SpanKind = "distractor"
+	// SpanDialog is a question of an earlier turn, or its answer, that nobody
+	// scores: it stands in the conversation as given.
+	SpanDialog SpanKind = "dialog"
+	// SpanQuestion asks for needle Index, or for all needles where it is the only one.
 	SpanQuestion SpanKind = "question"
 	// SpanAnswer is the gold answer to question Index.
 	SpanAnswer SpanKind = "answer"
@@ -58,7 +63,7 @@ func (s Span) Len() int { return s.End - s.Start }
 type Sample struct {
 	// ID is the sample's index in its dataset, from 0.
 	ID int
-	// Task is the dataset's task, TaskPasskeys or TaskNeedleGrid.
+	// Task is the dataset's task, one of the Task constants.
 	Task string
 	// Tokens are the token ids, prompt and answers.
 	Tokens []int32
@@ -74,9 +79,12 @@ type Sample struct {
 	AskedDepths []float64
 	// Seed is the dataset's seed. (Seed, ID) and the purpose determine the sample.
 	Seed uint64
-	// SpanHaystack is "prose", or "files:" and the digest of the user's files.
+	// Haystack is "prose", "pairs" (TaskUUID), or "files:" and the digest of the
+	// user's files.
 	Haystack string
-	// Expected holds the answers' texts, in the order of the questions.
+	// Expected holds for each needle the text that it is asked for. Where every
+	// needle has a question of its own that is the whole answer, else a part of the
+	// one answer.
 	Expected []string
 }
 
@@ -129,6 +137,45 @@ func (s *Sample) TailStart() int {
 	return len(s.Tokens)
 }
 
+// Quiz returns the one test that a sample makes for an evaluation: prompt is what
+// a server would be sent, gold are the tokens of the expected answer, expected the
+// strings that all have to occur in what the model writes.
+//
+// A sample with several questions (TaskPasskeys) is tested with the last one; the
+// earlier questions and their gold answers are part of the prompt. A sample
+// without question (TaskText) gives all its tokens and nothing to expect. The
+// slices are parts of the sample.
+func (s *Sample) Quiz() (prompt, gold []int32, expected []string) {
+	answers := s.Find(SpanAnswer)
+	if len(answers) == 0 {
+		return s.Tokens, nil, nil
+	}
+	last := answers[len(answers)-1]
+	expected = s.Expected
+	if n := len(answers); n > 1 {
+		expected = expected[n-1 : n : n]
+	}
+	return s.Tokens[:last.Start:last.Start], s.Tokens[last.Start:last.End:last.End], expected
+}
+
+// QuestionStart is the position at which the turn of Quiz's question begins, or
+// the question itself where it stands in one turn with the haystack. What comes
+// before does not say what will be asked for: it is the context that a cache is
+// compressed to when the question is not known yet. It is len(Tokens) when there
+// is no question.
+func (s *Sample) QuestionStart() int {
+	for i := len(s.Spans) - 1; i >= 0; i-- {
+		if s.Spans[i].Kind != SpanQuestion {
+			continue
+		}
+		if i > 0 && s.Spans[i-1].Kind == SpanChat {
+			i--
+		}
+		return s.Spans[i].Start
+	}
+	return len(s.Tokens)
+}
+
 // Validate checks a sample against a vocabulary of vocab ids; it needs neither
 // tokenizer nor model. The error names the sample and what is wrong.
 func (s *Sample) Validate(vocab int) error {
@@ -149,7 +196,7 @@ func (s *Sample) Validate(vocab int) error {
 	at, counts := 0, map[SpanKind]int{}
 	for i, sp := range s.Spans {
 		switch sp.Kind {
-		case SpanSink, SpanChat, SpanInstruction, SpanHaystack, SpanNeedle, SpanQuestion, SpanAnswer:
+		case SpanSink, SpanChat, SpanInstruction, SpanHaystack, SpanNeedle, SpanDistractor, SpanDialog, SpanQuestion, SpanAnswer:
 		default:
 			return fail("span %d has unknown kind %q", i, sp.Kind)
 		}
@@ -169,10 +216,11 @@ func (s *Sample) Validate(vocab int) error {
 	if counts[SpanSink] != 1 || s.Spans[0] != (Span{SpanSink, 0, 0, 1}) {
 		return fail("the first span must be the one sink token")
 	}
-	n := counts[SpanNeedle]
-	if counts[SpanQuestion] != n || counts[SpanAnswer] != n || len(s.Expected) != n || len(s.Depths) != n || len(s.AskedDepths) != n {
+	// Each needle has its question, or one question asks for all of them.
+	n, asked := counts[SpanNeedle], counts[SpanQuestion]
+	if asked != n && !(asked == 1 && n > 0) || counts[SpanAnswer] != asked || len(s.Expected) != n || len(s.Depths) != n || len(s.AskedDepths) != n {
 		return fail("%d needles, %d questions, %d answers, %d expected texts, %d depths and %d asked depths: the counts differ",
-			n, counts[SpanQuestion], counts[SpanAnswer], len(s.Expected), len(s.Depths), len(s.AskedDepths))
+			n, asked, counts[SpanAnswer], len(s.Expected), len(s.Depths), len(s.AskedDepths))
 	}
 	for i, d := range s.Depths {
 		if !(d >= 0 && d <= 1) || !(s.AskedDepths[i] >= 0 && s.AskedDepths[i] <= 1) {
@@ -184,7 +232,7 @@ func (s *Sample) Validate(vocab int) error {
 
 // Meta is what is known of a dataset as a whole.
 type Meta struct {
-	// Task is TaskPasskeys or TaskNeedleGrid.
+	// Task is one of the Task constants.
 	Task string
 	// Parameters is the options as resolved, as compact JSON.
 	Parameters json.RawMessage
@@ -310,8 +358,16 @@ type Chat func(messages []Message, addGenerationPrompt bool) (string, error)
 
 // Tasks.
 const (
-	TaskPasskeys   = "multi-passkey"
-	TaskNeedleGrid = "needle-grid"
+	TaskPasskeys   = "multi-passkey" // made by Passkeys
+	TaskNeedleGrid = "needle-grid"   // made by NeedleGrid
+	// Made by Build.
+	TaskMultiKey   = "multi-key"         // several keys in the text, one asked for
+	TaskMultiValue = "multi-value"       // several values of one key, all asked for
+	TaskMultiQuery = "multi-query"       // several keys, all asked for at once
+	TaskVariables  = "variable-tracking" // chains of assignments
+	TaskUUID       = "uuid"              // a value among pairs of UUIDs
+	TaskDormant    = "dormant"           // a credential that nobody refers to until the end
+	TaskText       = "text"              // running text, no question
 )
 
 // Purpose keeps datasets for different stages apart: each has its own needle

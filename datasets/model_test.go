@@ -1,6 +1,7 @@
 package datasets_test
 
 import (
+	"encoding/json"
 	"os"
 	"path/filepath"
 	"reflect"
@@ -69,6 +70,14 @@ func TestRealTokenizer(t *testing.T) {
 				t.Errorf("%s: sample %d has other tokens than its text encoded at once", name, i)
 			}
 		}
+		for _, task := range datasets.Tasks() {
+			for _, value := range []datasets.Value{"", datasets.ValueWord} {
+				if task == datasets.TaskText && value != "" {
+					continue
+				}
+				realTask(t, m, tmpl, datasets.TaskOptions{Task: task, Value: value, Lengths: []int{600, 1001, 1503}, Count: 9})
+			}
+		}
 		slices.Sort(lengths)
 		if !slices.Equal(lengths, datasets.Linspace(1024, 2048, 9)) {
 			t.Errorf("%s: lengths %v", name, lengths)
@@ -79,6 +88,47 @@ func TestRealTokenizer(t *testing.T) {
 		}
 		if got, err := datasets.Load(file); err != nil || !reflect.DeepEqual(got, d) {
 			t.Errorf("%s: read back something else (%v)", name, err)
+		}
+	}
+}
+
+// realTask checks a task of an evaluation with a real tokenizer.
+func realTask(t *testing.T, m *model.Model, tmpl datasets.Chat, o datasets.TaskOptions) {
+	t.Helper()
+	tok := m.Tokenizer
+	d, err := datasets.Build(tok, tmpl, o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Validate(tok.VocabSize()); err != nil {
+		t.Fatal(err)
+	}
+	for i := range d.Samples {
+		s := &d.Samples[i]
+		if want := o.Lengths[i%len(o.Lengths)]; len(s.Tokens) != want {
+			t.Errorf("%s: %d tokens, want %d", o.Task, len(s.Tokens), want)
+		}
+		text := tok.Decode(s.Tokens)
+		if again := tok.Encode(text); !slices.Equal(again, s.Tokens) {
+			// Text may be cut off within a word.
+			if n := len(again) - 4; o.Task != datasets.TaskText || !slices.Equal(again[:n], s.Tokens[:n]) {
+				t.Errorf("%s: sample %d has other tokens than its text encoded at once: %q", o.Task, i, text)
+			}
+		}
+		_, gold, expected := s.Quiz()
+		answer := strings.TrimSpace(tok.Decode(gold))
+		for k, e := range expected {
+			needle := s.Find(datasets.SpanNeedle)[k]
+			if !strings.Contains(answer, e) || !strings.Contains(tok.Decode(s.Tokens[needle.Start:needle.End]), e) {
+				t.Errorf("%s: expected %q, needle %d, answer %q", o.Task, e, k, answer)
+			}
+		}
+		if o.Task == datasets.TaskUUID {
+			object := text[strings.Index(text, "{"):strings.Index(text, "\n\nThe object ends here")]
+			var pairs map[string]any
+			if err := json.Unmarshal([]byte(object), &pairs); err != nil {
+				t.Errorf("%v in %s", err, object)
+			}
 		}
 	}
 }

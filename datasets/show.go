@@ -59,8 +59,12 @@ func color(k SpanKind) string {
 	switch k {
 	case SpanNeedle:
 		return "\x1b[1;33m"
+	case SpanDistractor:
+		return "\x1b[33m"
 	case SpanQuestion:
 		return "\x1b[1;36m"
+	case SpanDialog:
+		return "\x1b[36m"
 	case SpanAnswer:
 		return "\x1b[1;32m"
 	case SpanInstruction:

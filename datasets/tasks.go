@@ -59,12 +59,19 @@ type GridOptions struct {
 	Depths []float64
 	// Repeats per cell, each with its own needle and haystack; 0 means 1.
 	Repeats int
+	// Value is ValueNumber (the default) or ValueWord.
+	Value Value
+	// Digits of numbers, 1 to 18; 0 means 7.
+	Digits  int
 	Seed    uint64
 	Purpose Purpose
 	// Haystack is the filler; nil means Prose.
 	Haystack    Haystack
 	ToolVersion string
 }
+
+// gridDigits are the digits of a grid's numbers unless told otherwise.
+const gridDigits = 7
 
 // The limits keep a mistyped option from filling memory.
 const (
@@ -107,6 +114,8 @@ type gridParameters struct {
 	Lengths  []int     `json:"lengths"`
 	Depths   []float64 `json:"depths"`
 	Repeats  int       `json:"repeats"`
+	Value    Value     `json:"value,omitempty"`  // unless it is the default
+	Digits   int       `json:"digits,omitempty"` // unless it is the default
 	Format   string    `json:"format"`
 	Template string    `json:"template_sha256"`
 }
@@ -160,6 +169,7 @@ func Passkeys(tok Tokenizer, chat Chat, o PasskeyOptions) (*Dataset, error) {
 			intro: "Read the text below with care. Passkeys are hidden in it, each a sequence of words. Remember every one of them; you will be asked for them afterwards.\n\n",
 			outro: "\n\nThe text ends here. Answer with the words of the passkey and nothing else.\n\n",
 		}
+		var depths []float64
 		used := map[string]bool{}
 		for k := range o.Passkeys {
 			key := drawPasskey(r, pool, o.Words)
@@ -170,13 +180,16 @@ func Passkeys(tok Tokenizer, chat Chat, o PasskeyOptions) (*Dataset, error) {
 				return nil, badOption("words", "%d words per passkey are too few for %d different passkeys", o.Words, o.Passkeys)
 			}
 			used[key] = true
-			q.needles = append(q.needles, "Remember the "+ordinalName(k+1)+" passkey: "+key+".")
+			q.inserts = append(q.inserts, insert{kind: SpanNeedle, text: "Remember the " + ordinalName(k+1) + " passkey: " + key + "."})
 			q.questions = append(q.questions, "What is the "+ordinalName(k+1)+" passkey?")
 			q.answers = append(q.answers, key)
-			// The conversion keeps a fused multiply-add from changing the last bit.
-			q.depths = append(q.depths, 0.05+float64(0.9*r.Float64()))
+			depths = append(depths, randomDepth(r))
 		}
-		slices.Sort(q.depths)
+		slices.Sort(depths)
+		for k := range q.inserts {
+			q.inserts[k].depth = depths[k]
+		}
+		q.expected = q.answers
 		s, err := b.sample(id, lengths[order[id%len(lengths)]], o.HaystackLengths, &q)
 		if err != nil {
 			return nil, err
@@ -184,6 +197,12 @@ func Passkeys(tok Tokenizer, chat Chat, o PasskeyOptions) (*Dataset, error) {
 		ds.Samples = append(ds.Samples, s)
 	}
 	return b.finish(ds, passkeyParameters{o.Count, o.Passkeys, o.Words, lengths, o.HaystackLengths, b.format, b.template})
+}
+
+// randomDepth is uniform in 5 to 95 %.
+func randomDepth(r *rand.Rand) float64 {
+	// The conversion keeps a fused multiply-add from changing the last bit.
+	return 0.05 + float64(0.9*r.Float64())
 }
 
 func drawPasskey(r *rand.Rand, pool []string, n int) string {
@@ -214,8 +233,15 @@ func NeedleGrid(tok Tokenizer, chat Chat, o GridOptions) (*Dataset, error) {
 	switch {
 	case o.Repeats < 0 || o.Repeats > maxSamples || len(o.Depths) > maxSamples || len(o.Lengths)*len(o.Depths) > maxSamples/o.Repeats:
 		return nil, badOption("repeats", "%d lengths x %d depths x %d repeats: needs 1 to %d samples", len(o.Lengths), len(o.Depths), o.Repeats, maxSamples)
+	case o.Value != "" && o.Value != ValueNumber && o.Value != ValueWord:
+		return nil, badOption("value", "%q is neither %s nor %s", o.Value, ValueNumber, ValueWord)
+	case o.Digits < 0 || o.Digits > maxDigits:
+		return nil, badOption("digits", "needs 1 to %d, have %d", maxDigits, o.Digits)
 	case len(o.Lengths)*len(o.Depths)*o.Repeats*(slices.Max(o.Lengths)/2+1) > maxTokens:
 		return nil, badOption("repeats", "this many samples of these lengths are too many tokens to hold")
+	}
+	if o.Digits == 0 {
+		o.Digits = gridDigits
 	}
 	b, err := newBuilder(tok, chat, TaskNeedleGrid, o.Purpose, o.Seed, o.Haystack, 1)
 	if err != nil {
@@ -229,14 +255,17 @@ func NeedleGrid(tok Tokenizer, chat Chat, o GridOptions) (*Dataset, error) {
 				id := len(ds.Samples)
 				r := b.rand("needles", uint64(id))
 				city := cities[r.IntN(len(cities))]
-				number := fmt.Sprint(1_000_000 + r.IntN(9_000_000))
+				value, err := b.values(r, o.Value, o.Digits, 1)
+				if err != nil {
+					return nil, err
+				}
 				s, err := b.sample(id, length, false, &quiz{
-					intro:     "Read the text below with care. Some special magic numbers are hidden in it. Remember them; you will be asked for them afterwards.\n\n",
-					outro:     "\n\nThe text ends here. Answer with the number and nothing else.\n\n",
-					needles:   []string{"The special magic number for " + city + " is: " + number + "."},
-					questions: []string{"What is the special magic number for " + city + " mentioned in the text?"},
-					answers:   []string{number},
-					depths:    []float64{depth},
+					intro:     magicIntro(o.Value),
+					outro:     answerWithOne(o.Value),
+					inserts:   []insert{{kind: SpanNeedle, text: magicNeedle(o.Value, city, value[0]), depth: depth}},
+					questions: []string{magicQuestion(o.Value, city)},
+					answers:   value,
+					expected:  value,
 				})
 				if err != nil {
 					return nil, err
@@ -245,7 +274,13 @@ func NeedleGrid(tok Tokenizer, chat Chat, o GridOptions) (*Dataset, error) {
 			}
 		}
 	}
-	return b.finish(ds, gridParameters{o.Lengths, o.Depths, o.Repeats, b.format, b.template})
+	p := gridParameters{Lengths: o.Lengths, Depths: o.Depths, Repeats: o.Repeats, Format: b.format, Template: b.template}
+	if o.Value == ValueWord {
+		p.Value = o.Value
+	} else if o.Digits != gridDigits {
+		p.Digits = o.Digits
+	}
+	return b.finish(ds, p)
 }
 
 func checkLengths(lengths []int) error {
@@ -287,9 +322,30 @@ type builder struct {
 
 // quiz is the text of one sample but for its haystack.
 type quiz struct {
-	intro, outro                string
-	needles, questions, answers []string
-	depths                      []float64
+	intro, outro       string
+	inserts            []insert // by rising depth
+	questions, answers []string
+	expected           []string // per needle, in the order of the inserts
+	lines              bool     // the haystack is of lines, not of paragraphs
+}
+
+// dialogs is the number of turns before that of the first question.
+func (q *quiz) dialogs() int {
+	n := 0
+	for _, in := range q.inserts {
+		if in.kind == SpanDialog {
+			n++
+		}
+	}
+	return n
+}
+
+// paragraph is what ends one.
+func (q *quiz) paragraph() string {
+	if q.lines {
+		return "\n"
+	}
+	return "\n\n"
 }
 
 func newBuilder(tok Tokenizer, chat Chat, task string, purpose Purpose, seed uint64, h Haystack, questions int) (*builder, error) {

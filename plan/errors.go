@@ -22,7 +22,32 @@ var (
 	ErrModel = errors.New("cache plan belongs to another model")
 	// ErrContent is for a question whose answer depends on the text, and not on the number of tokens alone.
 	ErrContent = errors.New("depends on the content of the prompt")
+	// ErrOverflow is for a prompt of which more would have to be kept than a bound allows, and the plan says to refuse it.
+	ErrOverflow = errors.New("more tokens to keep than the plan allows")
+	// ErrNoBlocks is for a pool that has too few blocks left. Nothing was changed; the call may be made again.
+	ErrNoBlocks = errors.New("too few free blocks")
+	// ErrAttention is for attention that a policy needs and that is missing or of another shape.
+	ErrAttention = errors.New("attention is missing or of another shape")
+	// ErrState is for a call that does not fit what was called before.
+	ErrState = errors.New("call out of order")
+	// ErrArgument is for a value that is out of its range.
+	ErrArgument = errors.New("invalid argument")
 )
+
+// OverflowError says what exceeds which bound. It is an [ErrOverflow].
+type OverflowError struct {
+	Where  string // the pin, or layer and KV head
+	Tokens int    // that would have to be kept
+	Bound  int    // most tokens that may be
+}
+
+// Error names the bound.
+func (e *OverflowError) Error() string {
+	return fmt.Sprintf("%s: %d tokens would have to be kept, at most %d may, and the plan refuses such a prompt", e.Where, e.Tokens, e.Bound)
+}
+
+// Is reports whether target is [ErrOverflow].
+func (e *OverflowError) Is(target error) bool { return target == ErrOverflow }
 
 // VersionError says which version a plan has. It is an [ErrVersion].
 type VersionError struct {

@@ -172,8 +172,12 @@ type Aggregate string
 
 // The ways to aggregate votes.
 const (
+	// AggregateMean takes the mean of the query heads' votes.
 	AggregateMean Aggregate = "mean"
-	AggregateMax  Aggregate = "max"
+	// AggregateMax takes the highest of the query heads' votes.
+	AggregateMax Aggregate = "max"
+	// AggregateUnion has the query heads take turns, each adding its best token, until the budget is full.
+	AggregateUnion Aggregate = "union"
 )
 
 func (Full) Kind() Kind      { return KindFull }

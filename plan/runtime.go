@@ -143,16 +143,17 @@ func (c Cache) kept(q Policy, at At, room int) Kept {
 		budget := q.Budget(prompt)
 		if q.Decode == DecodeStatic {
 			first = min(limit, min(prompt, budget)+at.GeneratedTokens)
-		} else if total := min(n, budget); total <= limit {
+		} else if at.Window == 0 || budget < at.Window {
+			total := min(n, budget)
 			first = min(total, budget-q.ObservationWindow)
 			second = total - first
 		}
 	case FastGen:
 		worst = true
 		if q.Decode == DecodeStatic {
-			first = min(limit, q.bound(prompt)+at.GeneratedTokens)
+			first = min(limit, q.Bound(prompt)+at.GeneratedTokens)
 		} else {
-			first = min(limit, q.bound(n))
+			first = min(limit, q.Bound(n))
 		}
 	case H2O:
 		first = min(limit, q.SinkTokens+q.HeavyTokens+q.RecentTokens+room)
@@ -175,8 +176,8 @@ func (q TopK) Budget(prompt int) int {
 	return max(ceilOf(q.BudgetRatio, prompt), q.SinkTokens+q.ObservationWindow+1)
 }
 
-// bound is the most that the policy keeps of n tokens.
-func (q FastGen) bound(n int) int {
+// Bound is the most that the policy keeps of n tokens.
+func (q FastGen) Bound(n int) int {
 	most := n
 	if q.MaxTokens > 0 {
 		most = min(most, q.MaxTokens)

@@ -319,7 +319,7 @@ func (c *checker) topk(at string, q *TopK) {
 			c.fail(at+"/pool/kernel", "is %d, must be 1 without pooling", q.Pool.Kernel)
 		}
 	}
-	oneOf(c, at+"/aggregate", q.Aggregate, AggregateMean, AggregateMax)
+	oneOf(c, at+"/aggregate", q.Aggregate, AggregateMean, AggregateMax, AggregateUnion)
 	oneOf(c, at+"/evict", q.Evict, EvictPrefillEnd)
 	oneOf(c, at+"/decode", q.Decode, DecodeStatic, DecodeRolling)
 	c.positions(at, q.Positions)

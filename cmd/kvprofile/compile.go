@@ -35,6 +35,7 @@ type compileFlags struct {
 	block            int
 	dtype            string
 	totals           []int
+	order            string
 	changed          func(string) bool
 }
 
@@ -43,6 +44,7 @@ func (c *compileFlags) add(f *pflag.FlagSet) {
 	f.Float64Var(&c.budget, "budget", d.Budget, "kept bytes / full bytes at the context")
 	f.Float64Var(&c.recovery, "recovery", 0, "in place of a budget: share of the attention that is to fall on what is kept")
 	f.BoolVar(&c.least, "worst-head", false, "the recovery is that of the worst KV head, not the mean")
+	f.StringVar(&c.order, "order", string(compile.OrderGate), "score by which KV heads are kept in full first: gate, data-light, needle-mass, copy or ranks (the mean of all)")
 	f.IntVar(&c.context, "context", 0, "length in tokens that the budget is about (default: the longest recorded)")
 	f.IntVar(&c.sink, "sink", d.Sink, "first tokens that streaming heads keep")
 	f.IntVar(&c.recent, "recent", d.Recent, "last tokens that streaming heads keep; a width that was recorded")
@@ -61,6 +63,9 @@ func (c *compileFlags) resolve(a *app) (compile.Options, error) {
 	o := compile.DefaultOptions()
 	o.Budget, o.Recovery, o.LeastRecovery, o.Context = c.budget, c.recovery, c.least, c.context
 	o.Sink, o.Recent, o.Window, o.Pool, o.Kernel, o.TopKSinks = c.sink, c.recent, c.window, plan.PoolKind(c.pool), c.kernel, c.topkSinks
+	if c.order != string(compile.OrderGate) {
+		o.Order = compile.Order(c.order)
+	}
 	o.RatioBudgets, o.BlockSize, o.Dtype, o.Lengths, o.Seed = c.ratio, c.block, plan.Dtype(c.dtype), c.totals, a.shared.seed
 	if c.changed("recovery") {
 		if c.changed("budget") {
@@ -85,6 +90,7 @@ func inFolder(dir string) compileInputs {
 func (a *app) compileCommand() *cobra.Command {
 	var flags compileFlags
 	var given compileInputs
+	var method string
 	c := &cobra.Command{
 		Use:   "compile RUN",
 		Short: "Make a cache plan from the scores and a budget",
@@ -94,15 +100,25 @@ each KV head. RUN is a run folder; single artefacts can be named in its place or
 A KV head with a gate of at least tau keeps everything. Below tau it gets the cheapest of
 streaming and FastGen's policies that recovers the threshold of its attention, else
 top-k with the budget of its layer. tau and the budgets are searched until the bytes
-that are kept meet --budget, or the smallest plan reaches --recovery.`,
+that are kept meet --budget, or the smallest plan reaches --recovery.
+
+--method makes the plan of one published method in its place, of at most --budget:
+` + methodList(),
 		Example: `  kvprofile compile out/model
   kvprofile compile out/model --budget 0.25 -o plan25.json
+  kvprofile compile out/model --method snapkv --budget 0.25 -o snapkv25.json
   kvprofile compile out/model --recovery 0.95 --gates published/Llama-3.1-8B -o plan.json`,
 		Args: between(0, 1, "at most one run folder"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			o, err := flags.resolve(a)
 			if err != nil {
 				return err
+			}
+			if _, ok := compile.Describe(method); !ok {
+				return usagef("--method %q is none of %s", method, strings.Join(compile.Methods(), ", "))
+			}
+			if method != compile.MethodRecipe && (o.Recovery > 0 || o.RatioBudgets) {
+				return usagef("--recovery and --topk-ratio need --method %s", compile.MethodRecipe)
 			}
 			in, fallback := given, planFile
 			if len(args) == 1 {
@@ -127,11 +143,19 @@ that are kept meet --budget, or the smallest plan reaches --recovery.`,
 			if a.shared.dryRun {
 				return a.ui.Printf("would write %s\n", path)
 			}
-			r, err := a.compile(in, path, o)
+			var p *plan.Plan
+			if method == compile.MethodRecipe {
+				var r *compile.Result
+				if r, err = a.compile(in, path, o); err == nil {
+					p = r.Plan
+				}
+			} else {
+				p, err = a.compileMethod(in, path, method, flags.method(o))
+			}
 			if err != nil {
 				return err
 			}
-			if err := a.showPlan(path, r.Plan); err != nil || a.ui.JSON() {
+			if err := a.showPlan(path, p); err != nil || a.ui.JSON() {
 				return err
 			}
 			return a.ui.Printf("\nwritten to %s\n", path)
@@ -140,12 +164,54 @@ that are kept meet --budget, or the smallest plan reaches --recovery.`,
 	f := c.Flags()
 	f.SortFlags = false
 	flags.add(f)
+	f.StringVar(&method, "method", compile.MethodRecipe, "method to make a plan of, one of those above")
 	f.StringVar(&given.model, "model", "", "model.json of a run folder, or the model itself")
 	f.StringVar(&given.record, "record", "", "attention record")
 	f.StringVar(&given.gates, "gates", "", "folder with gates, trained here or published by DuoAttention's authors")
 	f.StringVar(&given.fastgen, "fastgen", "", "FastGen policies")
 	f.StringVar(&given.pyramid, "pyramid", "", "layer budgets")
 	return c
+}
+
+// methodList lists the methods for the help.
+func methodList() string {
+	var b strings.Builder
+	for _, name := range compile.Methods() {
+		m, _ := compile.Describe(name)
+		fmt.Fprintf(&b, "  %-14s %s\n", m.Name, m.Short)
+	}
+	return strings.TrimSuffix(b.String(), "\n")
+}
+
+// method returns the options of one method that ask for the same; what was not asked for is the method's own.
+func (c *compileFlags) method(o compile.Options) compile.MethodOptions {
+	m := compile.MethodOptions{Budget: o.Budget, Context: o.Context, BlockSize: o.BlockSize, Dtype: o.Dtype, Lengths: o.Lengths, Order: o.Order,
+		Pool: o.Pool, Kernel: o.Kernel, TopKSinks: o.TopKSinks, Seed: o.Seed}
+	if c.changed("sink") || c.changed("recent") {
+		m.Sink, m.Recent = o.Sink, o.Recent
+	}
+	if c.changed("window") {
+		m.Window = o.Window
+	}
+	return m
+}
+
+// compileMethod reads the artefacts, makes the plan of one method and writes it.
+func (a *app) compileMethod(from compileInputs, path, method string, o compile.MethodOptions) (*plan.Plan, error) {
+	in, err := a.readInputs(from)
+	if err != nil {
+		return nil, err
+	}
+	t := a.ui.Begin("compile", 0)
+	p, err := compile.Method(method, *in, o)
+	if err == nil {
+		err = os.MkdirAll(filepath.Dir(path), 0o777)
+	}
+	if err == nil {
+		err = p.Write(path)
+	}
+	t.End(err)
+	return p, err
 }
 
 // compile reads the artefacts, makes the plan and writes it.
@@ -359,8 +425,11 @@ func (a *app) planTables(p *plan.Plan) error {
 	}
 	if e := p.Evidence; e != nil && e.Recipe != nil {
 		r := e.Recipe
-		if err := a.ui.Printf("\nat %d tokens: %s of the bytes kept; attention on what is kept: %.3f on average, %.3f for the worst KV head\n",
-			r.ContextTokens, percent(r.Figures["kept_share"]), r.Figures["mean_recovery"], r.Figures["least_recovery"]); err != nil {
+		recovery := ""
+		if mean, ok := r.Figures["mean_recovery"]; ok {
+			recovery = fmt.Sprintf("; attention on what is kept: %.3f on average, %.3f for the worst KV head", mean, r.Figures["least_recovery"])
+		}
+		if err := a.ui.Printf("\nat %d tokens: %s of the bytes kept%s\n", r.ContextTokens, percent(r.Figures["kept_share"]), recovery); err != nil {
 			return err
 		}
 	}

@@ -28,7 +28,7 @@ const (
 func (a *app) datasetsCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:   "datasets",
-		Short: "Build and show needle datasets",
+		Short: "Build and show datasets",
 		Long: `A dataset is a file of samples: token ids with labelled spans (haystack, needles,
 questions, answers), made with the model's own tokenizer and chat template.`,
 		Example: `  kvprofile datasets build model.gguf --task needles --lengths 1024,2048
@@ -88,108 +88,185 @@ func saveDataset(path string, d *datasets.Dataset) error {
 	return datasets.Save(path, d)
 }
 
+// taskFlags are the flags of datasets build that some tasks take only.
+func taskFlags(task string) []string {
+	common := []string{"lengths", "count", "haystack", "plain"}
+	grid := []string{"depths", "repeats"}
+	value := []string{"value", "digits"}
+	switch task {
+	case taskPasskeys:
+		return append(common, "recipe", "passkeys", "words")
+	case taskNeedles:
+		return slices.Concat([]string{"lengths", "haystack", "plain"}, grid, value)
+	case datasets.TaskMultiKey, datasets.TaskDormant:
+		return slices.Concat(common, grid, value, []string{"distractors"})
+	case datasets.TaskMultiValue, datasets.TaskMultiQuery, datasets.TaskVariables:
+		return slices.Concat(common, value, []string{"repeats", "needles", "distractors"})
+	case datasets.TaskUUID:
+		return slices.Concat([]string{"lengths", "count", "plain"}, grid, value)
+	case datasets.TaskText:
+		return []string{"lengths", "count", "repeats", "haystack"}
+	}
+	return nil
+}
+
+// buildFlags are the flags of datasets build.
+type buildFlags struct {
+	task, recipe, purpose, lengths, value string
+	depths                                []string
+	count, passkeys, words, repeats       int
+	needles, distractors, digits          int
+	hay                                   haystackFlags
+}
+
 func (a *app) datasetsBuildCommand() *cobra.Command {
-	var task, recipe, purpose, lengths string
-	var depths []string
-	var count, passkeys, words, repeats int
-	var hay haystackFlags
+	var o buildFlags
 	c := &cobra.Command{
 		Use:   "build MODEL",
 		Short: "Build a dataset for a model",
 		Long: `build makes a dataset with the model's tokenizer and chat template. The same model,
 flags and seed give the same bytes on every machine.
 
-  passkeys  several passkeys in a haystack, asked for at its end: what gates are trained on
-  needles   one needle for each length and depth: what attention is recorded on`,
+  passkeys           several passkeys in a haystack, asked for at its end: what gates are trained on
+  needles            one needle for each length and depth: what attention is recorded on
+
+What plans are evaluated on, one question each:
+
+  multi-key          several needles of one form, one of them asked for
+  multi-value        several values of one key, all asked for
+  multi-query        several keys, asked for at once
+  variable-tracking  chains of assignments: which variables have a value?
+  uuid               one value among pairs of UUIDs
+  dormant            a credential, named early and in passing, asked for at the very end
+  text               running text without question, for perplexity`,
 		Example: `  kvprofile datasets build model.gguf --task needles --lengths 1024,2048 --depths 0.1,0.5,0.9
   kvprofile datasets build model.gguf --task passkeys --recipe cpu -o train.parquet
-  kvprofile datasets build model.gguf --task passkeys --haystack book.txt --lengths 1024:4096:7`,
+  kvprofile datasets build model.gguf --task passkeys --haystack book.txt --lengths 1024:4096:7
+  kvprofile datasets build model.gguf --task multi-key --purpose certification --lengths 4096 --count 100`,
 		Args: exactly(1, "a model"),
-		RunE: func(cmd *cobra.Command, args []string) error {
-			p := datasets.Purpose(purpose)
-			if !slices.Contains([]datasets.Purpose{datasets.Calibration, datasets.Search, datasets.Certification}, p) {
-				return usagef("unknown purpose %q, expected calibration, search or certification", purpose)
-			}
-			lens, err := parseLengths(lengths)
-			if err != nil {
-				return err
-			}
-			m, err := a.openWithTokenizer(args[0])
-			if err != nil {
-				return err
-			}
-			defer m.Close()
-			haystack, err := hay.haystack()
-			if err != nil {
-				return err
-			}
-			path, err := a.target(fmt.Sprintf("out/%s.%s.parquet", slug(m.Name), task))
-			if err != nil {
-				return err
-			}
-			var build func() (*datasets.Dataset, error)
-			switch task {
-			case taskPasskeys:
-				r, err := distill.RecipeNamed(recipe)
-				if err != nil {
-					return usagef("%v", err)
-				}
-				o := r.Data
-				o.Seed, o.Purpose, o.Haystack, o.ToolVersion = a.shared.seed, p, haystack, tool().Version
-				if lens != nil {
-					o.Lengths = lens
-				}
-				for _, set := range []struct {
-					flag string
-					to   *int
-					from int
-				}{{"count", &o.Count, count}, {"passkeys", &o.Passkeys, passkeys}, {"words", &o.Words, words}} {
-					if cmd.Flags().Changed(set.flag) {
-						*set.to = set.from
-					}
-				}
-				build = func() (*datasets.Dataset, error) { return datasets.Passkeys(m.Tokenizer, chatOf(m, hay.plain), o) }
-			case taskNeedles:
-				n := needleFlags{lengths: lens, repeats: repeats}
-				if lens == nil {
-					n.lengths = defaultNeedles().lengths
-				}
-				if n.depths, err = parseDepths(depths); err != nil {
-					return err
-				}
-				o := n.options(a.shared.seed, p, haystack)
-				build = func() (*datasets.Dataset, error) { return datasets.NeedleGrid(m.Tokenizer, chatOf(m, hay.plain), o) }
-			default:
-				return usagef("unknown task %q, expected %s or %s", task, taskPasskeys, taskNeedles)
-			}
-			if a.shared.dryRun {
-				return a.ui.Printf("would write %s\n", path)
-			}
-			t := a.ui.Begin("datasets", 0)
-			d, err := build()
-			t.End(err)
-			if err != nil {
-				return datasetAdvice(err)
-			}
-			if err := saveDataset(path, d); err != nil {
-				return err
-			}
-			return a.showDataset(path, d)
-		},
+		RunE: func(cmd *cobra.Command, args []string) error { return a.buildDataset(cmd.Flags(), args[0], &o) },
 	}
 	f := c.Flags()
 	f.SortFlags = false
-	f.StringVar(&task, "task", taskNeedles, "passkeys or needles")
-	f.StringVar(&lengths, "lengths", "", "lengths in tokens: a list, or first:last:count")
-	f.StringVar(&purpose, "purpose", string(datasets.Calibration), "calibration, search or certification: they share no words")
-	f.StringSliceVar(&depths, "depths", []string{"0.1", "0.5", "0.9"}, "needles: where they stand, from 0 (first) to 1 (last)")
-	f.IntVar(&repeats, "repeats", 1, "needles: samples for each length and depth")
-	f.StringVar(&recipe, "recipe", "cpu", "passkeys: "+strings.Join(distill.Recipes(), ", "))
-	f.IntVar(&count, "count", 0, "passkeys: samples (default of the recipe)")
-	f.IntVar(&passkeys, "passkeys", 0, "passkeys: in each sample (default of the recipe)")
-	f.IntVar(&words, "words", 0, "passkeys: words of each (default of the recipe)")
-	hay.add(f)
+	f.StringVar(&o.task, "task", taskNeedles, "what to build: "+strings.Join(taskNames(), ", "))
+	f.StringVar(&o.lengths, "lengths", "", "lengths in tokens: a list, or first:last:count")
+	f.StringVar(&o.purpose, "purpose", string(datasets.Calibration), "calibration, search or certification: they share no words")
+	f.StringSliceVar(&o.depths, "depths", []string{"0.1", "0.5", "0.9"}, "where the needle stands, from 0 (first) to 1 (last); random but for needles unless given")
+	f.IntVar(&o.repeats, "repeats", 1, "samples for each length and depth")
+	f.IntVar(&o.count, "count", 0, "samples in all (default: --repeats for each length and depth; passkeys: of the recipe)")
+	f.StringVar(&o.recipe, "recipe", "cpu", "passkeys: "+strings.Join(distill.Recipes(), ", "))
+	f.IntVar(&o.passkeys, "passkeys", 0, "passkeys: in each sample (default of the recipe)")
+	f.IntVar(&o.words, "words", 0, "passkeys: words of each (default of the recipe)")
+	f.IntVar(&o.needles, "needles", 0, "values, keys or variables asked for at once (default 4, variable-tracking 5)")
+	f.IntVar(&o.distractors, "distractors", 0, "needles of the same form that are not asked for; variable-tracking: other chains; dormant: other questions (default 3, multi-value and multi-query 0, variable-tracking 1)")
+	f.StringVar(&o.value, "value", "", "what is asked for: number or word; uuid and dormant have their own (default)")
+	f.IntVar(&o.digits, "digits", 0, "digits of numbers (default 7, variable-tracking 5)")
+	o.hay.add(f)
 	return c
+}
+
+// taskNames are the tasks that can be built.
+func taskNames() []string { return append([]string{taskPasskeys, taskNeedles}, datasets.Tasks()...) }
+
+func (a *app) buildDataset(f *pflag.FlagSet, modelName string, o *buildFlags) error {
+	p := datasets.Purpose(o.purpose)
+	if !slices.Contains([]datasets.Purpose{datasets.Calibration, datasets.Search, datasets.Certification}, p) {
+		return usagef("unknown purpose %q, expected calibration, search or certification", o.purpose)
+	}
+	takes := taskFlags(o.task)
+	if takes == nil {
+		return usagef("unknown task %q, expected one of %s", o.task, strings.Join(taskNames(), ", "))
+	}
+	for _, name := range []string{"depths", "repeats", "count", "recipe", "passkeys", "words", "needles", "distractors", "value", "digits", "haystack", "plain"} {
+		if f.Changed(name) && !slices.Contains(takes, name) {
+			return usagef("--%s does not belong to the task %s", name, o.task)
+		}
+	}
+	if f.Changed("count") && f.Changed("repeats") {
+		return usagef("--count and --repeats exclude each other")
+	}
+	lens, err := parseLengths(o.lengths)
+	if err != nil {
+		return err
+	}
+	depths, err := parseDepths(o.depths)
+	if err != nil {
+		return err
+	}
+	m, err := a.openWithTokenizer(modelName)
+	if err != nil {
+		return err
+	}
+	defer m.Close()
+	haystack, err := o.hay.haystack()
+	if err != nil {
+		return err
+	}
+	path, err := a.target(fmt.Sprintf("out/%s.%s.parquet", slug(m.Name), o.task))
+	if err != nil {
+		return err
+	}
+	needles := needleFlags{lengths: lens, depths: depths, repeats: o.repeats}
+	if lens == nil {
+		needles.lengths = defaultNeedles().lengths
+	}
+	chat := chatOf(m, o.hay.plain)
+	var build func() (*datasets.Dataset, error)
+	switch o.task {
+	case taskPasskeys:
+		r, err := distill.RecipeNamed(o.recipe)
+		if err != nil {
+			return usagef("%v", err)
+		}
+		d := r.Data
+		d.Seed, d.Purpose, d.Haystack, d.ToolVersion = a.shared.seed, p, haystack, tool().Version
+		if lens != nil {
+			d.Lengths = lens
+		}
+		for _, set := range []struct {
+			flag string
+			to   *int
+			from int
+		}{{"count", &d.Count, o.count}, {"passkeys", &d.Passkeys, o.passkeys}, {"words", &d.Words, o.words}} {
+			if f.Changed(set.flag) {
+				*set.to = set.from
+			}
+		}
+		build = func() (*datasets.Dataset, error) { return datasets.Passkeys(m.Tokenizer, chat, d) }
+	case taskNeedles:
+		d := needles.options(a.shared.seed, p, haystack)
+		d.Value, d.Digits = datasets.Value(o.value), o.digits
+		build = func() (*datasets.Dataset, error) { return datasets.NeedleGrid(m.Tokenizer, chat, d) }
+	default:
+		d := datasets.TaskOptions{Task: o.task, Lengths: needles.lengths, Count: o.count, Needles: o.needles, Distractors: o.distractors,
+			Value: datasets.Value(o.value), Digits: o.digits, Seed: a.shared.seed, Purpose: p, Haystack: haystack, ToolVersion: tool().Version}
+		if f.Changed("depths") {
+			d.Depths = depths
+		}
+		if !f.Changed("count") {
+			if o.repeats < 1 || o.repeats > 1<<20 {
+				return usagef("--repeats must lie between 1 and %d, not %d", 1<<20, o.repeats)
+			}
+			d.Count = o.repeats * len(d.Lengths) * max(1, len(d.Depths))
+		}
+		if f.Changed("distractors") && o.distractors == 0 {
+			d.Distractors = datasets.None
+		}
+		build = func() (*datasets.Dataset, error) { return datasets.Build(m.Tokenizer, chat, d) }
+	}
+	if a.shared.dryRun {
+		return a.ui.Printf("would write %s\n", path)
+	}
+	t := a.ui.Begin("datasets", 0)
+	d, err := build()
+	t.End(err)
+	if err != nil {
+		return datasetAdvice(err)
+	}
+	if err := saveDataset(path, d); err != nil {
+		return err
+	}
+	return a.showDataset(path, d)
 }
 
 // datasetAdvice adds a hint to what may go wrong when a dataset is built.
@@ -198,7 +275,7 @@ func datasetAdvice(err error) error {
 	var option *datasets.OptionError
 	switch {
 	case errors.As(err, &length):
-		return ui.Hint(err, "ask for lengths of at least %d tokens, or for fewer passkeys of fewer words", length.Minimum)
+		return ui.Hint(err, "ask for lengths of at least %d tokens, or for fewer or shorter needles", length.Minimum)
 	case errors.As(err, &option):
 		return err
 	}

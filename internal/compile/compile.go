@@ -11,7 +11,6 @@ import (
 	"fmt"
 	"math"
 	"slices"
-	"strconv"
 
 	"github.com/kvprofile/kvprofile/distill"
 	"github.com/kvprofile/kvprofile/fastgen"
@@ -66,6 +65,11 @@ type Options struct {
 	Lengths []int
 	// Seed is of the bootstrap intervals of the rank correlations.
 	Seed uint64
+	// Order says which KV heads are kept in full first; "" is OrderGate. As many as have a gate of at least one half are
+	// so before top-k budgets grow, whatever the order.
+	Order Order `json:",omitempty"`
+	// Evict says when streaming heads evict; "" is plan.EvictAlways, as DuoAttention does.
+	Evict plan.Evict `json:",omitempty"`
 }
 
 // DefaultOptions asks for half of the bytes.
@@ -136,6 +140,8 @@ func (o Options) check() error {
 		return fail("kernel", "must be 1 without pooling")
 	case o.TopKSinks < 0:
 		return fail("top-k sinks", "%d is negative", o.TopKSinks)
+	case o.Evict != "" && o.Evict != plan.EvictAlways && o.Evict != plan.EvictPrefillEnd:
+		return fail("evict", "%q is unknown", o.Evict)
 	}
 	for _, n := range o.Lengths {
 		if n < 1 || n > 1<<27 {
@@ -214,26 +220,34 @@ type compiler struct {
 	recorded  []int // lengths in tokens, ascending, each once
 	streaming [][]fastgen.StreamingHead
 	topk      plan.TopK
+	prior     prior
 	family    *family
+}
+
+// lengthsOf are the lengths of a record's samples in tokens, ascending, each once.
+func lengthsOf(rec Record) []int {
+	var out []int
+	for _, s := range rec.Samples() {
+		out = append(out, len(s.Tokens))
+	}
+	slices.Sort(out)
+	return slices.Compact(out)
 }
 
 // prepare finds the options of every KV head.
 func (c *compiler) prepare() error {
-	longest := 0
-	for _, s := range c.in.Record.Samples() {
-		c.recorded = append(c.recorded, len(s.Tokens))
-		longest = max(longest, len(s.Tokens))
-	}
-	slices.Sort(c.recorded)
-	c.recorded = slices.Compact(c.recorded)
+	c.recorded = lengthsOf(c.in.Record)
 	c.context = c.o.Context
 	if c.context == 0 {
-		c.context = longest
+		c.context = c.recorded[len(c.recorded)-1]
 	}
 	if c.o.Threshold == 0 {
 		c.o.Threshold = c.in.FastGen.Options.Threshold
 	}
 	var err error
+	if c.prior, err = priorOf(c.in.Gates, c.o.Order); err != nil {
+		return err
+	}
 	c.streaming, err = fastgen.Streaming(c.in.Record, c.o.Sink, c.o.Recent, c.in.FastGen.Options)
 	if err != nil {
 		return err
@@ -263,7 +277,7 @@ func (c *compiler) prepare() error {
 	}
 	q := c.in.Budgets.Request
 	average := float64(q.Total) / float64(q.Layers) * float64(c.context) / float64(q.Length)
-	c.family = newFamily(heads, c.o.BlockSize, table, least, int(average)/c.o.BlockSize)
+	c.family = newFamily(heads, c.prior, c.o.BlockSize, table, least, int(average)/c.o.BlockSize)
 	return nil
 }
 
@@ -288,20 +302,18 @@ func (c *compiler) budgets(average int) ([]int, error) {
 	return blocks, nil
 }
 
-// Names of policies in a plan.
-const (
-	nameFull      = "full"
-	nameStreaming = "stream"
-)
-
 func (c *compiler) streamingPolicy() plan.Streaming {
-	return plan.Streaming{SinkTokens: c.o.Sink, RecentTokens: c.o.Recent, Evict: plan.EvictAlways, Decode: plan.DecodeRolling, Positions: plan.PositionsOriginal}
+	evict := c.o.Evict
+	if evict == "" {
+		evict = plan.EvictAlways
+	}
+	return plan.Streaming{SinkTokens: c.o.Sink, RecentTokens: c.o.Recent, Evict: evict, Decode: plan.DecodeRolling, Positions: plan.PositionsOriginal}
 }
 
 // fastGenPolicy is a step of the lattice as a plan says it. What it keeps depends on the text, so it is bounded by
 // what the record's prompts needed at most, in any head, and a fiftieth of the prompt more: bytes can be planned with it.
-func (c *compiler) fastGenPolicy(step int) plan.FastGen {
-	p := c.in.FastGen.Lattice[step]
+func fastGenPolicy(r *fastgen.Result, step int) plan.FastGen {
+	p := r.Lattice[step]
 	q := plan.FastGen{FrequentRatio: p.FrequentRatio, LocalRatio: p.LocalRatio, Evict: plan.EvictPrefillEnd, Decode: plan.DecodeStatic, Positions: plan.PositionsOriginal}
 	if p.Special {
 		q.Classes = append(q.Classes, plan.ClassSpecial)
@@ -310,7 +322,7 @@ func (c *compiler) fastGenPolicy(step int) plan.FastGen {
 		q.Classes = append(q.Classes, plan.ClassPunctuation)
 	}
 	most := 0.0
-	for _, layer := range c.in.FastGen.Layers {
+	for _, layer := range r.Layers {
 		for _, h := range layer {
 			most = max(most, h.KeptMax[step])
 		}
@@ -319,10 +331,6 @@ func (c *compiler) fastGenPolicy(step int) plan.FastGen {
 		q.MaxRatio, q.Overflow = bound, plan.DropLowest
 	}
 	return q
-}
-
-func fastGenName(step int) string {
-	return [...]string{"special", "special-punctuation", "frequent", "frequent-local"}[step]
 }
 
 // costs are the tokens that a KV head of a layer keeps at the context, rounded to blocks.
@@ -336,7 +344,7 @@ func (c *compiler) costs(layer int) costs {
 	out.full = c.tokens(layer, plan.Full{})
 	out.streaming = c.tokens(layer, c.streamingPolicy())
 	for step := range out.fastgen {
-		out.fastgen[step] = c.tokens(layer, c.fastGenPolicy(step))
+		out.fastgen[step] = c.tokens(layer, fastGenPolicy(c.in.FastGen, step))
 	}
 	return out
 }
@@ -346,12 +354,15 @@ func (c *compiler) tokens(layer int, p plan.Policy) int {
 	return c.cache().Kept(p, plan.At{PromptTokens: c.context, Window: c.in.Model.Window(layer)}).Blocks * c.o.BlockSize
 }
 
-func (c *compiler) cache() plan.Cache {
+func (c *compiler) cache() plan.Cache { return cacheOf(c.in.FastGen, c.o.Dtype, c.o.BlockSize) }
+
+// cacheOf is what a plan assumes of the server's cache; the group rule is that of FastGen's policies, min without any.
+func cacheOf(r *fastgen.Result, d plan.Dtype, block int) plan.Cache {
 	rule := plan.GroupMin
-	if c.in.FastGen.Options.Group == fastgen.Mean {
+	if r != nil && r.Options.Group == fastgen.Mean {
 		rule = plan.GroupMean
 	}
-	return plan.Cache{Dtype: c.o.Dtype, Granularity: plan.PerKVHead, BlockSize: c.o.BlockSize, GroupRule: rule, Prefill: plan.PrefillDense}
+	return plan.Cache{Dtype: d, Granularity: plan.PerKVHead, BlockSize: block, GroupRule: rule, Prefill: plan.PrefillDense}
 }
 
 // low is the cheapest of streaming and FastGen's policies that recovers the threshold and saves anything.
@@ -388,33 +399,20 @@ func (c *compiler) compile() (*Result, error) {
 	r.Mean, r.Least = recovery(options, false), recovery(options, true)
 	r.Kept = float64(tokens(options)) / float64(full)
 
-	p := &plan.Plan{Format: plan.Format, Version: plan.Version, Tool: c.in.Tool, Model: c.in.Model, Cache: c.cache(),
-		Ties:     plan.Ties{Heads: plan.LowerLayerThenKVHead, Tokens: plan.LowerPosition},
-		Policies: map[string]plan.Policy{}, Layers: make([][]string, c.in.Model.NLayers)}
+	policies := make([]plan.Policy, len(f.heads))
+	for i, h := range f.heads {
+		policies[i] = c.policy(&h, options[i])
+	}
+	p := assemble(&c.in, c.cache(), policies)
 	r.Heads = make([][]Head, c.in.Model.NLayers)
 	r.Streaming = make([][]float64, c.in.Model.NLayers)
 	for i, h := range f.heads {
-		name, policy := c.policy(&h, options[i])
-		p.Policies[name] = policy
-		p.Layers[h.layer] = append(p.Layers[h.layer], name)
-		r.Heads[h.layer] = append(r.Heads[h.layer], Head{Policy: name, Gate: h.gate, Recovery: options[i].recovery})
+		r.Heads[h.layer] = append(r.Heads[h.layer], Head{Policy: p.Layers[h.layer][h.kv], Gate: h.gate, Recovery: options[i].recovery})
 		r.Streaming[h.layer] = append(r.Streaming[h.layer], c.streaming[h.layer][h.kv].Recovery)
 	}
-	c.classes(p)
-	lengths := slices.Concat(c.o.Lengths, c.recorded, []int{c.context})
-	slices.Sort(lengths)
-	lengths = slices.Compact(lengths)
-	if len(lengths) > 32 { // many lengths were recorded: the shortest and longest stand for them
-		lengths = slices.Concat(c.o.Lengths, []int{c.recorded[0], c.recorded[len(c.recorded)-1], c.context})
-		slices.Sort(lengths)
-		lengths = slices.Compact(lengths)
-	}
-	for _, n := range lengths {
-		t := p.ComputeTotals(n, 0)
-		if n == c.context && t.KeptBlocks*int64(c.o.BlockSize) != int64(tokens(options)) {
-			return nil, fmt.Errorf("the plan keeps %d blocks at %d tokens, the search counted %d", t.KeptBlocks, n, tokens(options)/c.o.BlockSize)
-		}
-		p.Totals = append(p.Totals, t)
+	addTotals(p, totalsFor(c.o.Lengths, c.recorded, c.context))
+	if kept := p.ComputeTotals(c.context, 0); kept.KeptBlocks*int64(c.o.BlockSize) != int64(tokens(options)) {
+		return nil, fmt.Errorf("the plan keeps %d blocks at %d tokens, the search counted %d", kept.KeptBlocks, c.context, tokens(options)/c.o.BlockSize)
 	}
 	r.Plan = p
 	if err := c.evidence(r, s); err != nil {
@@ -426,15 +424,25 @@ func (c *compiler) compile() (*Result, error) {
 	return r, nil
 }
 
-// policy names what an option says in a plan.
-func (c *compiler) policy(h *head, o option) (string, plan.Policy) {
+// totalsFor are the lengths in tokens that a plan states totals for: those asked for, the context and the recorded ones.
+func totalsFor(asked, recorded []int, context int) []int {
+	lengths := slices.Concat(asked, recorded, []int{context})
+	slices.Sort(lengths)
+	if lengths = slices.Compact(lengths); len(lengths) > 32 { // many lengths were recorded: the shortest and longest stand for them
+		lengths = slices.Concat(asked, []int{recorded[0], recorded[len(recorded)-1], context})
+	}
+	return lengths
+}
+
+// policy is what an option says in a plan.
+func (c *compiler) policy(h *head, o option) plan.Policy {
 	switch {
 	case o.kind == kindFull || o.tokens >= h.full:
-		return nameFull, plan.Full{}
+		return plan.Full{}
 	case o.kind == kindStreaming:
-		return nameStreaming, c.streamingPolicy()
+		return c.streamingPolicy()
 	case o.kind == kindFastGen:
-		return fastGenName(o.step), c.fastGenPolicy(o.step)
+		return fastGenPolicy(c.in.FastGen, o.step)
 	}
 	p := c.topk
 	if c.o.RatioBudgets {
@@ -442,28 +450,8 @@ func (c *compiler) policy(h *head, o option) (string, plan.Policy) {
 		for p.Budget(c.context) > o.tokens { // a rounding error must not cost a block
 			p.BudgetRatio = math.Nextafter(p.BudgetRatio, 0)
 		}
-		return "topk-" + strconv.FormatFloat(p.BudgetRatio, 'f', 5, 64), p
+		return p
 	}
 	p.BudgetTokens = o.tokens
-	return "topk-" + strconv.Itoa(o.tokens), p
-}
-
-// classes gives the plan the token ids of the classes that its policies use.
-func (c *compiler) classes(p *plan.Plan) {
-	var t plan.TokenClasses
-	for _, q := range p.Policies {
-		f, ok := q.(plan.FastGen)
-		if !ok {
-			continue
-		}
-		if slices.Contains(f.Classes, plan.ClassSpecial) {
-			t.Special = c.in.Classes.Special
-		}
-		if slices.Contains(f.Classes, plan.ClassPunctuation) {
-			t.Punctuation = c.in.Classes.Punctuation
-		}
-	}
-	if t.Special != nil || t.Punctuation != nil {
-		p.TokenClasses = &t
-	}
+	return p
 }

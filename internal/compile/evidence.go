@@ -19,28 +19,25 @@ const littleAgreement = 0.3
 // evidence says what the plan rests on, and warns.
 func (c *compiler) evidence(r *Result, s state) error {
 	p := r.Plan
-	recipe := &plan.Recipe{Name: "gates-fastgen-pyramid", Budget: c.o.Budget, Recovery: c.o.Recovery, ContextTokens: c.context,
+	recipe := &plan.Recipe{Name: c.recipeName(), Budget: c.o.Budget, Recovery: c.o.Recovery, ContextTokens: c.context,
 		Figures: map[string]float64{"kept_share": r.Kept, "mean_recovery": r.Mean, "least_recovery": r.Least, "threshold": c.o.Threshold,
 			"frequent_ratio": c.in.FastGen.Options.FrequentRatio, "local_ratio": c.in.FastGen.Options.LocalRatio,
 			"average_topk_tokens": float64(s.budget * c.o.BlockSize)}}
 	f := c.family
 	if s.retrieval > 0 {
-		tau := f.heads[f.rank[s.retrieval-1]].gate
-		recipe.GateThreshold = &tau
-		if s.retrieval < len(f.rank) && f.heads[f.rank[s.retrieval]].gate == tau {
-			for _, i := range f.rank {
-				if h := f.heads[i]; h.gate == tau {
-					recipe.TiedHeads = append(recipe.TiedHeads, plan.HeadRef{Layer: h.layer, KVHead: h.kv})
-				}
-			}
+		cut := c.prior.value[f.rank[s.retrieval-1]]
+		if c.byGate() {
+			recipe.GateThreshold = &cut
+		} else {
+			recipe.Figures["order_threshold"] = cut
 		}
+		recipe.TiedHeads = headRefs(c.prior.tied(f.rank, s.retrieval), p.Model.NKVHeads)
 	}
 	agreement, err := c.agreement(r)
 	if err != nil {
 		return err
 	}
-	p.Evidence = &plan.Evidence{Recipe: recipe, Agreement: agreement, Calibration: &plan.Calibration{Datasets: c.in.Datasets,
-		RecordSHA256: c.record, GatesSHA256: c.in.GatesSHA256, PoliciesSHA256: c.in.PoliciesSHA256, BudgetsSHA256: c.in.BudgetsSHA256}}
+	p.Evidence = &plan.Evidence{Recipe: recipe, Agreement: agreement, Calibration: c.in.calibration(c.record)}
 	if r.Met {
 		recipe.Figures["request_met"] = 1
 	} else {
@@ -49,6 +46,31 @@ func (c *compiler) evidence(r *Result, s state) error {
 	p.Evidence.PlanSHA256 = p.Digest()
 	c.warn(r)
 	return nil
+}
+
+// byGate reports whether the gates order the heads.
+func (c *compiler) byGate() bool { return c.o.Order == "" || c.o.Order == OrderGate }
+
+// recipeName names the recipe by its order.
+func (c *compiler) recipeName() string {
+	if c.byGate() {
+		return "gates-fastgen-pyramid"
+	}
+	return string(c.o.Order) + "-fastgen-pyramid"
+}
+
+// calibration names the data that plans come from; record is the record's digest.
+func (in *Inputs) calibration(record string) *plan.Calibration {
+	return &plan.Calibration{Datasets: in.Datasets, RecordSHA256: record, GatesSHA256: in.GatesSHA256, PoliciesSHA256: in.PoliciesSHA256, BudgetsSHA256: in.BudgetsSHA256}
+}
+
+// headRefs names heads that are numbered by layer and in it by KV head.
+func headRefs(heads []int, kvHeads int) []plan.HeadRef {
+	var out []plan.HeadRef
+	for _, h := range heads {
+		out = append(out, plan.HeadRef{Layer: h / kvHeads, KVHead: h % kvHeads})
+	}
+	return out
 }
 
 // agreement correlates the gates with all other scores of the heads.
@@ -90,7 +112,13 @@ func (c *compiler) warn(r *Result) {
 	}
 	recipe := p.Evidence.Recipe
 	if n := len(recipe.TiedHeads); n > 0 {
-		add("%d KV heads have the same gate of %.4g, and only some of them are kept in full: the order of layers and heads decided, not the scores.", n, *recipe.GateThreshold)
+		score, cut := "gate", recipe.Figures["order_threshold"]
+		if recipe.GateThreshold != nil {
+			cut = *recipe.GateThreshold
+		} else {
+			score = "score"
+		}
+		add("%d KV heads have the same %s of %.4g, and only some of them are kept in full: the order of layers and heads decided, not the scores.", n, score, cut)
 	}
 	low, high := math.Inf(1), math.Inf(-1)
 	for _, layer := range c.in.Gates.Values {

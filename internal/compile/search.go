@@ -1,9 +1,6 @@
 package compile
 
-import (
-	"math"
-	"slices"
-)
+import "math"
 
 // kind is what a KV head gets.
 type kind int
@@ -36,10 +33,10 @@ type head struct {
 // state names one plan of the family that is searched. The family is a chain of stages, each dearer than the one
 // before; within a stage one number grows.
 type state struct {
-	restored  int // so many heads get their low option back though it is dearer than top-k; the highest gates first
+	restored  int // so many heads get their low option back though it is dearer than top-k; first in the order first
 	budget    int // average top-k budget in blocks
 	extra     int // so many first layers have their budget of the next average already
-	retrieval int // so many heads with the highest gates are kept in full
+	retrieval int // so many first heads of the order are kept in full
 }
 
 // family is everything that the search chooses from. It does not depend on what is asked for, which is why more bytes
@@ -47,7 +44,7 @@ type state struct {
 type family struct {
 	heads []head
 	block int
-	// rank lists the heads by falling gate; ties by layer, then KV head.
+	// rank lists the heads by their prior, the one that needs most first.
 	rank []int
 	// layers[b] are the layers' budgets in blocks when the average is b blocks.
 	layers [][]int
@@ -58,28 +55,11 @@ type family struct {
 	open int
 }
 
-// newFamily orders the heads and fixes the corners of the chain. layers[b] must be given for b from least to the
-// blocks of a full cache; base is the pyramid's average.
-func newFamily(heads []head, block int, layers [][]int, least, base int) *family {
-	f := &family{heads: heads, block: block, layers: layers, least: least, base: min(max(base, least), len(layers)-1)}
+// newFamily orders the heads by a prior and fixes the corners of the chain. layers[b] must be given for b from least to
+// the blocks of a full cache; base is the pyramid's average.
+func newFamily(heads []head, p prior, block int, layers [][]int, least, base int) *family {
+	f := &family{heads: heads, block: block, rank: p.rank(), layers: layers, least: least, base: min(max(base, least), len(layers)-1)}
 	f.start = max(least, f.base/2)
-	f.rank = make([]int, len(heads))
-	for i := range f.rank {
-		f.rank[i] = i
-	}
-	slices.SortStableFunc(f.rank, func(a, b int) int {
-		x, y := &heads[a], &heads[b]
-		switch {
-		case x.gate != y.gate:
-			if x.gate > y.gate {
-				return -1
-			}
-			return 1
-		case x.layer != y.layer:
-			return x.layer - y.layer
-		}
-		return x.kv - y.kv
-	})
 	for _, h := range heads {
 		if h.gate >= 0.5 {
 			f.open++
@@ -98,7 +78,7 @@ func (f *family) topK(h *head, budget, extra int) option {
 	return option{kind: kindTopK, tokens: tokens, recovery: h.curve[min(blocks, len(h.curve)-1)]}
 }
 
-// at returns what every head gets in a state: everything to those with the highest gates; to the others their low
+// at returns what every head gets in a state: everything to the first ones of the order; to the others their low
 // option where it is not dearer than top-k or has been restored, else top-k.
 func (f *family) at(s state) []option {
 	out := make([]option, len(f.heads))
@@ -125,9 +105,9 @@ func (f *family) at(s state) []option {
 
 // chain lists the stages from cheap to dear. A stage is used for a request when its cheapest state fits.
 //
-// First all heads share little; then those with gates of at least one half are kept in full, one by one: what gates
-// say comes before all else. Then top-k budgets grow to the pyramid's own, then heads get what recovers the threshold
-// where that is dearer, then the rest is kept in full in the order of the gates.
+// First all heads share little; then as many as have gates of at least one half are kept in full, one by one: what
+// gates say comes before all else. Then top-k budgets grow to the pyramid's own, then heads get what recovers the threshold
+// where that is dearer, then the rest is kept in full in the order.
 func (f *family) chain() [][]state {
 	var squeeze, open, grow, restore, rest []state
 	for b := f.least; b < f.start; b++ {

@@ -8,6 +8,14 @@ import (
 	"testing"
 )
 
+// priorOfHeads orders heads by their gates.
+func priorOfHeads(heads []head) (p prior) {
+	for _, h := range heads {
+		p.value = append(p.value, h.gate)
+	}
+	return p
+}
+
 // randomFamily makes heads with tied gates, some low options, and layer budgets whose sums are exact.
 func randomFamily(r *rand.Rand) *family {
 	layers, kvHeads, block := 1+r.IntN(6), 1+r.IntN(4), 16
@@ -50,7 +58,7 @@ func randomFamily(r *rand.Rand) *family {
 			heads = append(heads, h)
 		}
 	}
-	return newFamily(heads, block, table, least, least+r.IntN(blocks))
+	return newFamily(heads, priorOfHeads(heads), block, table, least, least+r.IntN(blocks))
 }
 
 func TestBudgetIsKeptAndUsed(t *testing.T) {
@@ -147,7 +155,7 @@ func TestTiesAreBrokenByLayerThenHead(t *testing.T) {
 	}
 	heads[4].gate = 0.9
 	table := [][]int{nil, {1, 1}, {2, 2}, {3, 3}, {4, 4}}
-	f := newFamily(heads, 16, table, 1, 1)
+	f := newFamily(heads, priorOfHeads(heads), 16, table, 1, 1)
 	s, _ := f.forBudget(3*64 + 3*16)
 	var full []string
 	for i, o := range f.at(s) {

@@ -71,7 +71,6 @@ type Backend interface {
 	Slice(t Tensor, lo, hi int) Tensor
 	Reshape(t Tensor, rows, cols int) Tensor
 	Copy(dst, src Tensor)
-	Zero(t Tensor)
 	// Upload and Download convert between the device and row-major host values.
 	Upload(dst Tensor, src []float64)
 	Download(dst []float64, src Tensor)
@@ -90,8 +89,6 @@ type Backend interface {
 	MatMulBackward(dx, dy Tensor, w Weight, accumulate bool)
 	// AddBias: x[S,N] += b[N] on every row. Its backward is the identity.
 	AddBias(x Tensor, b Weight)
-	// Add: dst[S,N] += x[S,N].
-	Add(dst, x Tensor)
 
 	// RMSNorm: y[S,D] = x / sqrt(mean(x^2) + eps) * w[D].
 	RMSNorm(y, x Tensor, w Weight, eps float64)
@@ -107,10 +104,19 @@ type Backend interface {
 	RoPE(x Tensor, table *Rotary, start int, inverse bool)
 
 	// Attention: out[S,H*d] = softmax(q k^T / sqrt(d) under the masks) v, with k, v [Start+S, K*d].
-	// A tap, when not nil, is filled with the statistics that it asks for (see Tap); Masks must then be nil.
+	// A tap, when not nil, is filled with the statistics that it asks for (see Tap), but for heads under a mask.
 	Attention(out, q, k, v Tensor, spec AttentionSpec, tap *Tap)
 	// AttentionBackward: dq, dk, dv are overwritten, given dout and the same q, k, v and out. Start must be 0.
 	AttentionBackward(dq, dk, dv, dout, q, k, v, out Tensor, spec AttentionSpec)
+
+	// StorePages copies the rows of one KV head of k and v [S, K*d] to the slots of a page table: slot s takes in row
+	// rows[s], and none where that is negative.
+	StorePages(pages *Pages, table []int32, rows []int32, k, v Tensor, kvHead int)
+	// MovePages copies rows of the pages, as if all were read before any is written.
+	MovePages(pages *Pages, from, to []int)
+	// PagedAttention: out[S,H*d] of q[S,H*d], k[S,K*d], v[S,K*d] before RoPE. First every row writes its key and value
+	// where its lanes [row][KV head] say, then every row attends to what they say it sees. Of spec only the shape is used.
+	PagedAttention(out, q, k, v Tensor, pages *Pages, lanes [][]Lane, table *Rotary, spec AttentionSpec)
 
 	// GatedMerge: out[S,H*d] = g*full + (1-g)*stream per query head with the gate of its KV head (DuoAttention, Xiao et
 	// al. 2024, section 2.2). gates has K values.

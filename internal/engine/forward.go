@@ -29,6 +29,11 @@ type Sequence struct {
 	Tapped func(layer int, tap *Tap) error
 	// Observe is called at every Point. The tensor is valid during the call only.
 	Observe func(p Point, layer int, t Tensor) error
+	// Cached is called when a layer has attended, with its keys as they are cached (rotated) and values [S, K*d], those
+	// of this call's tokens where there is no Cache. raw has the keys before RoPE when RawKeys is set, else it is nil.
+	// The tensors are valid during the call only.
+	Cached  func(layer int, raw, keys, values Tensor, tap *Tap) error
+	RawKeys bool
 	// LogitRows lists the rows whose logits are wanted.
 	LogitRows []int
 	// Logits is filled by Forward: one slice of Vocab values per LogitRows.
@@ -180,6 +185,12 @@ func (m *Model) forwardLayer(s *Sequence, l int, x Tensor) error {
 	if err := s.observe(PointKey, l, k); err != nil {
 		return err
 	}
+	var raw Tensor
+	if s.RawKeys {
+		raw = b.New(n, cfg.KVWidth())
+		defer b.Free(raw)
+		b.Copy(raw, k)
+	}
 	m.rotate(q, start, false)
 	m.rotate(k, start, false)
 
@@ -201,6 +212,11 @@ func (m *Model) forwardLayer(s *Sequence, l int, x Tensor) error {
 	b.Attention(a, q, keys, values, spec, tap)
 	if tap != nil && s.Tapped != nil {
 		if err := s.Tapped(l, tap); err != nil {
+			return err
+		}
+	}
+	if s.Cached != nil {
+		if err := s.Cached(l, raw, keys, values, tap); err != nil {
 			return err
 		}
 	}

@@ -193,8 +193,8 @@ func (b *Backend) Attention(out, q, k, v engine.Tensor, spec engine.AttentionSpe
 		panic(fmt.Sprintf("attention of %d queries at %d, %d keys, widths %d and %d, %d and %d heads of %d", n, spec.Start, keys, q.Cols(), k.Cols(),
 			spec.Heads, spec.KVHeads, d))
 	}
-	if tap != nil && (spec.Start != 0 || spec.Masks != nil) {
-		panic("attention statistics are of whole prompts without masks")
+	if tap != nil && spec.Start != 0 {
+		panic("attention statistics are of whole prompts")
 	}
 	qs, ks, vs := values(q), values(k), values(v)
 	o := whole(out)
@@ -218,7 +218,7 @@ func (b *Backend) Attention(out, q, k, v engine.Tensor, spec engine.AttentionSpe
 		kv := h / (spec.Heads / spec.KVHeads)
 		mask := spec.Mask(kv)
 		var ht *headTap
-		if tap != nil {
+		if tap != nil && mask.Full() {
 			ht = taps[t]
 		}
 		var segments [2]span

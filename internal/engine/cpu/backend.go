@@ -122,8 +122,6 @@ func (b *Backend) Copy(dst, src engine.Tensor) {
 	b.ranges(len(x), 1, func(lo, hi int) { copy(y[lo:hi], x[lo:hi]) })
 }
 
-func (b *Backend) Zero(t engine.Tensor) { clear(whole(t)) }
-
 func (b *Backend) Upload(dst engine.Tensor, src []float64) {
 	y := values(dst)
 	b.ranges(len(src), 1, func(lo, hi int) {
@@ -158,11 +156,6 @@ func (b *Backend) AddBias(x engine.Tensor, bias engine.Weight) {
 			b.k.add(y[i*n:(i+1)*n], v)
 		}
 	})
-}
-
-func (b *Backend) Add(dst, x engine.Tensor) {
-	y, v := values(dst), values(x)
-	b.ranges(len(v), 1, func(lo, hi int) { b.k.add(y[lo:hi], v[lo:hi]) })
 }
 
 // inverseRMS is 1 / sqrt(mean(x^2) + eps).

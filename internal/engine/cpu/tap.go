@@ -110,7 +110,7 @@ func (b *Backend) newTaps(tap *engine.Tap, spec *engine.AttentionSpec, keys int,
 }
 
 // strip takes the softmax of a strip and its statistics. z[r] becomes 1 over the sum of row r. There is one segment:
-// tapped attention has no masks.
+// tapped heads have no masks.
 func (t *headTap) strip(b *Backend, ws *workspace, spec *engine.AttentionSpec, s *strip, e, z []float32) {
 	tap, first := t.tap, s.segments[0].lo
 	cut, sums := make([]int, len(t.widths)), make([]float64, len(t.widths))
@@ -230,6 +230,10 @@ func (b *Backend) finishTaps(tap *engine.Tap, spec *engine.AttentionSpec, v []fl
 		keys = max(keys, t.hi)
 	}
 	b.parallel(spec.Heads, func(_ *workspace, h int) {
+		if !spec.Mask(h / (spec.Heads / spec.KVHeads)).Full() {
+			tap.Heads[h] = engine.HeadStats{}
+			return
+		}
 		parts := perHead[h]
 		sort.Slice(parts, func(i, j int) bool { return parts[i].lo < parts[j].lo })
 		gather(&tap.Heads[h], tap, parts, keys)

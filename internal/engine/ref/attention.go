@@ -57,7 +57,7 @@ func (b *Backend[T]) Attention(out, q, k, v engine.Tensor, spec engine.Attention
 			for j, w := range p {
 				axpy(row, w, vs.row(j)[kv*d:(kv+1)*d])
 			}
-			if tap != nil {
+			if tap != nil && spec.Mask(kv).Full() {
 				full := make([]float64, len(p))
 				for j, w := range p {
 					full[j] = float64(w)
@@ -65,7 +65,7 @@ func (b *Backend[T]) Attention(out, q, k, v engine.Tensor, spec engine.Attention
 				maps = append(maps, full)
 			}
 		}
-		if tap != nil {
+		if tap != nil && spec.Mask(kv).Full() {
 			tap.Heads[h] = Statistics(tap, maps, slices.Contains(tap.Exact, h))
 		}
 	}

@@ -48,7 +48,6 @@ func (b *Backend[T]) Close() error                { return nil }
 func (b *Backend[T]) Free(...engine.Tensor)       {}
 func (b *Backend[T]) Unload(engine.Weight)        {}
 func (b *Backend[T]) Copy(dst, src engine.Tensor) { copy(host[T](dst).Data, host[T](src).Data) }
-func (b *Backend[T]) Zero(t engine.Tensor)        { clear(host[T](t).Data) }
 func (b *Backend[T]) New(rows, cols int) engine.Tensor {
 	return &Tensor[T]{rows, cols, make([]T, rows*cols)}
 }
@@ -150,8 +149,6 @@ func (b *Backend[T]) AddBias(x engine.Tensor, bias engine.Weight) {
 	}
 }
 
-func (b *Backend[T]) Add(dst, x engine.Tensor) { axpy(host[T](dst).Data, 1, host[T](x).Data) }
-
 // inverseRMS is 1 / sqrt(mean(x^2) + eps).
 func inverseRMS[T Float](x []T, eps float64) T {
 	return T(1 / math.Sqrt(float64(dot(x, x))/float64(len(x))+eps))
@@ -206,19 +203,25 @@ func (b *Backend[T]) SplitBackward(dqkv, dq, dk, dv engine.Tensor) {
 }
 
 func (b *Backend[T]) RoPE(x engine.Tensor, table *engine.Rotary, start int, inverse bool) {
-	half := table.HeadDim / 2
+	sign := T(1)
+	if inverse { // the transposed map: a rotation's inverse, times the scaling's factor
+		sign = -1
+	}
 	for i := range x.Rows() {
 		row := host[T](x).row(i)
 		for h := 0; h < len(row); h += table.HeadDim {
-			for j := range half {
-				c, s := T(table.Cos[(start+i)*half+j]), T(table.Sin[(start+i)*half+j])
-				if inverse { // the transposed map: a rotation's inverse, times the scaling's factor
-					s = -s
-				}
-				u, v := row[h+j], row[h+j+half]
-				row[h+j], row[h+j+half] = u*c-v*s, v*c+u*s
-			}
+			rotate(row[h:h+table.HeadDim], table, start+i, sign)
 		}
+	}
+}
+
+// rotate turns one head's vector in place.
+func rotate[T Float](x []T, table *engine.Rotary, position int, sign T) {
+	half := table.HeadDim / 2
+	for j := range half {
+		c, s := T(table.Cos[position*half+j]), sign*T(table.Sin[position*half+j])
+		u, v := x[j], x[j+half]
+		x[j], x[j+half] = u*c-v*s, v*c+u*s
 	}
 }
 

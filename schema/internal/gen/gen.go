@@ -37,7 +37,7 @@ func enums() map[reflect.Type][]any {
 		reflect.TypeFor[plan.Positions]():   {plan.PositionsOriginal, plan.PositionsCacheSlot},
 		reflect.TypeFor[plan.Class]():       {plan.ClassSpecial, plan.ClassPunctuation},
 		reflect.TypeFor[plan.PoolKind]():    {plan.PoolNone, plan.PoolMax, plan.PoolAvg},
-		reflect.TypeFor[plan.Aggregate]():   {plan.AggregateMean, plan.AggregateMax},
+		reflect.TypeFor[plan.Aggregate]():   {plan.AggregateMean, plan.AggregateMax, plan.AggregateUnion},
 	}
 }
 
