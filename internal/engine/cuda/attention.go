@@ -250,8 +250,8 @@ func scoreScale(d int) float32 { return float32(math.Log2E / math.Sqrt(float64(d
 
 func (b *Backend) Attention(out, q, k, v engine.Tensor, spec engine.AttentionSpec, tap *engine.Tap) {
 	checkAttention(q, k, v, &spec)
-	if tap != nil && (spec.Start != 0 || spec.Masks != nil) {
-		panic("attention statistics are of whole prompts without masks")
+	if tap != nil && spec.Start != 0 {
+		panic("attention statistics are of whole prompts")
 	}
 	n := q.Rows()
 	b.op(func(tmp *temporaries) error {
@@ -279,7 +279,7 @@ func (b *Backend) Attention(out, q, k, v engine.Tensor, spec engine.AttentionSpe
 				if err := a.against(a.scores, a.query, a.keys, h, &t, scoreScale(spec.HeadDim)); err != nil {
 					return err
 				}
-				if taps != nil {
+				if taps != nil && h.mask.Full() {
 					err = taps.tile(h, &t)
 				} else {
 					err = a.softmax(h, &t, false)

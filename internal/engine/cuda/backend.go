@@ -9,6 +9,7 @@ package cuda
 
 import (
 	"fmt"
+	"strings"
 
 	"github.com/kvprofile/kvprofile/internal/engine"
 )
@@ -72,13 +73,13 @@ func New(o Options) (*Backend, error) {
 	return b, nil
 }
 
-// Name says device and precision: "cuda:0 bf16 (NVIDIA H200)".
+// Name says device, architecture and precision: "cuda sm_90 bf16".
 func (b *Backend) Name() string {
 	precision := "f32"
 	if b.half {
 		precision = "bf16"
 	}
-	return fmt.Sprintf("cuda:%d %s (%s)", b.info.Index, precision, b.info.Name)
+	return "cuda sm_" + strings.ReplaceAll(b.info.Capability, ".", "") + " " + precision
 }
 
 // Info describes the GPU.

@@ -35,7 +35,7 @@ func TestModel(t *testing.T) {
 	const n = 60
 	rows := []int{40, 52, 59}
 	gates := [][]float64{{.3, .9}, {.5, .2}, {.7, .4}}
-	type result struct{ logits, cached, taps, loss, gradient []float64 }
+	type result struct{ logits, cached, decoded, taps, loss, gradient []float64 }
 	run := func(cfg engine.Config, b engine.Backend) (r result) {
 		tokens := enginetest.Tokens(cfg, n, 3)
 		m, err := engine.New(cfg, enginetest.Weights{Config: cfg, Seed: 4}, b)
@@ -77,6 +77,7 @@ func TestModel(t *testing.T) {
 			r.cached = append(r.cached, step.Logits[0]...)
 			lo = hi
 		}
+		r.decoded = decode(t, m, tokens, n-5)
 		teacher, err := m.Teach(ctx, tokens)
 		check(err)
 		defer teacher.Free()
@@ -104,6 +105,7 @@ func TestModel(t *testing.T) {
 				}
 				within(t, "logits", got.logits, want.logits, f32)
 				within(t, "logits with a cache", got.cached, want.cached, f32)
+				within(t, "logits over pages", got.decoded, want.decoded, f32)
 				within(t, "statistics", got.taps, want.taps, f32)
 				within(t, "loss", got.loss, want.loss, 2*f32)
 				within(t, "gates' gradient", got.gradient, want.gradient, gradient)
@@ -115,6 +117,70 @@ func TestModel(t *testing.T) {
 			})
 		}
 	})
+}
+
+// decode puts the keys and values of a prompt into pages, unrotated in odd layers, and decodes the rest of the tokens in one step; it
+// returns their logits.
+func decode(t *testing.T, m *engine.Model, tokens []int32, prompt int) (logits []float64) {
+	t.Helper()
+	ctx, cfg := context.Background(), m.Config
+	const block = 8
+	per := (len(tokens) + block - 1) / block
+	pages := m.NewPages(per*cfg.Layers*cfg.KVHeads, block)
+	defer m.FreePages(pages)
+	rows := make([]int32, prompt)
+	for i := range rows {
+		rows[i] = int32(i)
+	}
+	table := func(l, h int) (pages []int32) {
+		for p := range per {
+			pages = append(pages, int32(((per-1-p)*cfg.KVHeads+h)*cfg.Layers+l))
+		}
+		return pages
+	}
+	err := m.Forward(ctx, &engine.Sequence{Tokens: tokens[:prompt], RawKeys: true, Cached: func(l int, raw, k, v engine.Tensor, _ *engine.Tap) error {
+		if l%2 == 1 {
+			k = raw
+		}
+		for h := range cfg.KVHeads {
+			m.Backend.StorePages(pages, table(l, h), rows, k, v, h)
+		}
+		return nil
+	}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var step []engine.Token
+	for at := prompt; at < len(tokens); at++ {
+		token := engine.Token{ID: tokens[at], Logits: true}
+		for l := range cfg.Layers {
+			lo := 0
+			if w := cfg.Window(l); w > 0 {
+				lo = max(0, at-w+1)
+			}
+			var lanes []engine.Lane
+			for h := range cfg.KVHeads {
+				lane := engine.Lane{Table: table(l, h), Spans: []engine.Span{{Lo: lo, Hi: at + 1}}, Write: at, Key: at, Query: at}
+				if l%2 == 1 {
+					lane.Key = -1
+					for p := range at + 1 {
+						lane.Rotate = append(lane.Rotate, int32(p))
+					}
+				}
+				lanes = append(lanes, lane)
+			}
+			token.Lanes = append(token.Lanes, lanes)
+		}
+		step = append(step, token)
+	}
+	out, err := m.Decode(ctx, pages, step)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, l := range out {
+		logits = append(logits, l...)
+	}
+	return logits
 }
 
 // The same work twice gives the same bits, whether memory is fresh or used again.

@@ -34,7 +34,6 @@ func everyKernel(t testing.TB, b *Backend) (all []float64, err error) {
 	tx, ty, out, back := x.on(b), y.on(b), b.New(n, w), b.New(n, w)
 	b.RMSNorm(out, tx, gain, 1e-5)
 	b.RMSNormBackward(back, ty, tx, gain, 1e-5)
-	b.Add(back, out)
 	b.AddBias(back, gain)
 	keep(out, back)
 	all = append(all, b.SquaredError(out, tx, ty, []int{1, 5}), float64(b.Finite(out)))
@@ -76,6 +75,13 @@ func everyKernel(t testing.TB, b *Backend) (all []float64, err error) {
 	b.Attention(ao, tq, tk, tv, spec, nil)
 	b.AttentionBackward(dq, dk, dv, td, tq, tk, tv, ao, spec)
 	keep(ao, dq, dk, dv)
+	paged := pagedCase{heads: 4, kvHeads: 2, d: 64, block: 4, rows: 2, rotate: true}
+	keep(paged.attend(b, 1)...)
+	pages := &engine.Pages{Keys: b.New(20, 24), Values: b.New(20, 24), Block: 4}
+	kv := random(r, 31, 3*24).on(b)
+	b.StorePages(pages, []int32{3, 0, 4}, []int32{4, -1, 0, 29, 7, -1, 8, 30, 11}, kv, kv, 1)
+	b.MovePages(pages, []int{0, 1, 12, 13}, []int{1, 0, 2, 12})
+	keep(pages.Keys)
 	return all, nil
 }
 

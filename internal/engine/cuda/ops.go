@@ -65,10 +65,6 @@ func (b *Backend) Copy(dst, src engine.Tensor) {
 	})
 }
 
-func (b *Backend) Zero(t engine.Tensor) {
-	b.must(func() error { return b.dev.fill(b.write(t), 0, 4*t.Rows()*t.Cols()) })
-}
-
 func (b *Backend) Upload(dst engine.Tensor, src []float64) {
 	b.must(func() error {
 		return b.dev.upload(b.write(dst), 4*dst.Rows()*dst.Cols(), 4, func(buf []byte, lo int) {
@@ -269,11 +265,6 @@ func (b *Backend) AddBias(x engine.Tensor, bias engine.Weight) {
 	b.must(func() error {
 		return b.dev.launch("kv_add_bias", grid{x: x.Rows()}, threadsFor(n), b.read(x), vector(bias, n), n)
 	})
-}
-
-func (b *Backend) Add(dst, x engine.Tensor) {
-	sameSize(dst, x)
-	b.must(func() error { return b.flat("kv_add", x.Rows()*x.Cols(), b.read(dst), b.read(x)) })
 }
 
 func (b *Backend) RMSNorm(y, x engine.Tensor, w engine.Weight, eps float64) {

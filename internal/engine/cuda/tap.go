@@ -8,7 +8,7 @@ import (
 )
 
 // taps gathers the statistics of one attention operation. Sums per key are made on the GPU, in the order of the rows; what is told of
-// a row is kept per row and added up here, in float64. The buffers hold all query heads: tapped attention has no masks.
+// a row is kept per row and added up here, in float64. The buffers hold all query heads; those under a mask have no statistics.
 type taps struct {
 	a   *attention
 	tap *engine.Tap
@@ -177,8 +177,8 @@ func (t *taps) tile(h heads, x *tile) error {
 		}
 	}
 	for head, to := range t.exact {
-		if i0 >= end {
-			break
+		if i0 >= end || head < head0 || head >= head0+count {
+			continue
 		}
 		p := make([]float32, (end-i0)*x.ld)
 		if err := a.b.getFloats(a.scores+4*uint64((head-head0)*x.rows*x.ld), p); err != nil {
@@ -234,6 +234,9 @@ func (t *taps) finish() error {
 	}
 	tap.Heads, tap.KV = make([]engine.HeadStats, heads), make([]engine.KVStats, a.spec.KVHeads)
 	for h := range tap.Heads {
+		if !a.spec.Mask(h / a.group).Full() {
+			continue
+		}
 		st := &tap.Heads[h]
 		list := func(x int) []float32 { return slices.Clone(columns[(x*heads+h)*n : (x*heads+h+1)*n]) }
 		st.Total = list(0)
@@ -277,7 +280,7 @@ func (t *taps) finish() error {
 				st.Map[c] /= float32(min((row+1)*t.mapTile, tap.Prompt) - row*t.mapTile)
 			}
 		}
-		st.Exact = t.exact[h]
+		st.Exact = t.exact[h] // nil unless asked for
 	}
 	for i, v := range norms {
 		kv := &tap.KV[i%a.spec.KVHeads]

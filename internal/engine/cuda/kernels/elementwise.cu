@@ -12,9 +12,6 @@ template <typename W> KV_DEV void embed(float *dst, const W *w, const int *ids, 
 KV_KERNEL void kv_embed_f32(float *dst, const float *w, const int *ids, int d) { embed(dst, w, ids, d); }
 KV_KERNEL void kv_embed_bf16(float *dst, const bf16 *w, const int *ids, int d) { embed(dst, w, ids, d); }
 
-KV_KERNEL void kv_add(float *dst, const float *x, u64 n) {
-  EACH(i, n) dst[i] += x[i];
-}
 KV_KERNEL void kv_add_bias(float *x, const float *b, int n) {
   float *row = x + (u64)bx() * n;
   COLUMNS(j, n) row[j] += b[j];

@@ -12,5 +12,8 @@ var elementwise string
 //go:embed attention.ptx
 var attention string
 
+//go:embed paged.ptx
+var paged string
+
 // Modules returns the PTX of every source file.
-func Modules() []string { return []string{elementwise, attention} }
+func Modules() []string { return []string{elementwise, attention, paged} }

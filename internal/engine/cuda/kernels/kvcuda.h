@@ -20,6 +20,7 @@ KV_DEV u32 bx() { return __nvvm_read_ptx_sreg_ctaid_x(); }
 KV_DEV u32 by() { return __nvvm_read_ptx_sreg_ctaid_y(); }
 KV_DEV u32 bz() { return __nvvm_read_ptx_sreg_ctaid_z(); }
 KV_DEV u32 nbx() { return __nvvm_read_ptx_sreg_nctaid_x(); }
+KV_DEV u32 nby() { return __nvvm_read_ptx_sreg_nctaid_y(); }
 #define kv_sync() __syncthreads()
 
 KV_DEV float shfl_xor(float v, int m) { return __nvvm_shfl_sync_bfly_f32(0xffffffffu, v, m, 31); }
