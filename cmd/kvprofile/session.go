@@ -25,18 +25,21 @@ type session struct {
 
 // session locks the run folder of a model and chooses the backend: that which the folder was begun with.
 func (a *app) session(dir string, m *model.Model) (*session, error) {
-	tier, precision := "", ""
+	kind, tier, precision := "", "", ""
 	if !a.shared.force {
 		switch old, err := run.Read(dir); {
 		case err == nil:
-			tier, precision = old.Tier, old.Precision
+			kind, tier, precision = old.Device, old.Tier, old.Precision
 		case !errors.Is(err, fs.ErrNotExist):
 			return nil, ui.Hint(err, "choose another folder with --out, or begin anew with --force")
 		}
 	}
-	backend, err := a.newBackend(tier, precision)
+	backend, err := a.newBackend(kind, tier, precision)
+	if err != nil && kind != "" {
+		return nil, ui.Hint(fmt.Errorf("%s: begun on another device: %w", dir, err), "choose another folder with --out, or begin anew with --force")
+	}
 	if err != nil {
-		return nil, ui.Hint(fmt.Errorf("%s: begun on another processor: %w", dir, err), "choose another folder with --out, or begin anew with --force")
+		return nil, err
 	}
 	s := &session{app: a, model: m, print: m.Fingerprint(), backend: backend}
 	device, tier, precision := tierOf(backend)

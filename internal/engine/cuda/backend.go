@@ -85,6 +85,14 @@ func (b *Backend) Name() string {
 // Info describes the GPU.
 func (b *Backend) Info() Info { return b.info }
 
+// WeightBytes is the memory that weights of so many values take.
+func (b *Backend) WeightBytes(values int64) int64 {
+	if b.half {
+		return 2 * values
+	}
+	return 4 * values
+}
+
 // Memory returns the bytes of device memory in use by tensors and weights, and the most that ever were.
 func (b *Backend) Memory() (inUse, peak int64) {
 	b.must(func() error {

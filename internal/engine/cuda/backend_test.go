@@ -14,7 +14,7 @@ import (
 
 	"github.com/kvprofile/kvprofile/internal/dtype"
 	"github.com/kvprofile/kvprofile/internal/engine"
-	"github.com/kvprofile/kvprofile/internal/engine/cuda/internal/fakecuda"
+	"github.com/kvprofile/kvprofile/internal/engine/cuda/fakecuda"
 	"github.com/kvprofile/kvprofile/internal/engine/ref"
 )
 

@@ -9,7 +9,7 @@ import (
 	"testing"
 
 	"github.com/kvprofile/kvprofile/internal/engine"
-	"github.com/kvprofile/kvprofile/internal/engine/cuda/internal/fakecuda"
+	"github.com/kvprofile/kvprofile/internal/engine/cuda/fakecuda"
 	"github.com/kvprofile/kvprofile/internal/engine/enginetest"
 	"github.com/kvprofile/kvprofile/internal/engine/ref"
 )

@@ -10,7 +10,7 @@ import (
 	"testing"
 
 	"github.com/kvprofile/kvprofile/internal/engine"
-	"github.com/kvprofile/kvprofile/internal/engine/cuda/internal/fakecuda"
+	"github.com/kvprofile/kvprofile/internal/engine/cuda/fakecuda"
 	"github.com/kvprofile/kvprofile/internal/engine/cuda/kernels"
 )
 

@@ -11,7 +11,7 @@ import (
 
 	"github.com/ebitengine/purego"
 
-	"github.com/kvprofile/kvprofile/internal/engine/cuda/internal/ptxsim"
+	"github.com/kvprofile/kvprofile/internal/engine/cuda/ptxsim"
 )
 
 // Options describe the machine that is simulated.
