@@ -36,9 +36,9 @@ func (s *sharedFlags) checkDevice() error {
 	return nil
 }
 
-// newBackend opens the device that was chosen. The rest is what the work was begun with, "" for what is best: kind (cpu or cuda), tier and
-// precision.
-func (a *app) newBackend(kind, tier, precision string) (engine.Backend, error) {
+// newBackend opens the device that was chosen, for a model of so many weights. The rest is what the work was begun with, "" for what is
+// best: kind (cpu or cuda), tier and precision.
+func (a *app) newBackend(parameters int64, kind, tier, precision string) (engine.Backend, error) {
 	index, onGPU := a.shared.gpu()
 	chosen := "cpu"
 	if onGPU {
@@ -54,7 +54,7 @@ func (a *app) newBackend(kind, tier, precision string) (engine.Backend, error) {
 	if err != nil {
 		return nil, ui.Hint(err, "%s doctor shows what is found on this machine; --device cpu works everywhere", program)
 	}
-	b, err := cuda.New(cuda.Options{Device: index, Precision: precision, Symbols: symbols})
+	b, err := cuda.New(cuda.Options{Device: index, Precision: precision, Symbols: symbols, Parameters: parameters})
 	if err != nil {
 		return nil, ui.Hint(fmt.Errorf("--device %s: %w", a.shared.device, err), "%s doctor shows what is found on this machine; --device cpu works everywhere", program)
 	}

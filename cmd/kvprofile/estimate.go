@@ -107,7 +107,7 @@ func distillCost(cfg engine.Config, lengths []int, o distill.Options) cost {
 // weightBytes is the memory of the weights in the form that the backend computes with.
 func weightBytes(m *model.Model, b engine.Backend) int64 {
 	if g, ok := b.(*cuda.Backend); ok {
-		return g.WeightBytes(m.Inspect().Parameters)
+		return min(g.WeightBytes(m.Inspect().Parameters), g.WeightLimit())
 	}
 	return 4*m.Inspect().Parameters + m.Inspect().WeightBytes
 }
@@ -140,7 +140,7 @@ func speed(b engine.Backend) (float64, error) {
 
 // dryRun prints what the stages will take on this machine.
 func (a *app) dryRun(m *model.Model, costs []cost) error {
-	b, err := a.newBackend("", "", "")
+	b, err := a.newBackend(m.Inspect().Parameters, "", "", "")
 	if err != nil {
 		return err
 	}

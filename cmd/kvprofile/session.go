@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 
 	"github.com/kvprofile/kvprofile/internal/engine"
+	"github.com/kvprofile/kvprofile/internal/engine/cuda"
 	"github.com/kvprofile/kvprofile/internal/model"
 	"github.com/kvprofile/kvprofile/internal/run"
 	"github.com/kvprofile/kvprofile/internal/ui"
@@ -34,7 +35,7 @@ func (a *app) session(dir string, m *model.Model) (*session, error) {
 			return nil, ui.Hint(err, "choose another folder with --out, or begin anew with --force")
 		}
 	}
-	backend, err := a.newBackend(kind, tier, precision)
+	backend, err := a.newBackend(m.Inspect().Parameters, kind, tier, precision)
 	if err != nil && kind != "" {
 		return nil, ui.Hint(fmt.Errorf("%s: begun on another device: %w", dir, err), "choose another folder with --out, or begin anew with --force")
 	}
@@ -74,6 +75,9 @@ func (s *session) engine() (*engine.Model, error) {
 	e, err := engine.New(s.model.Config, s.model, s.backend)
 	if err != nil {
 		return nil, &modelError{fmt.Errorf("model %s: %w", s.model.Path, err)}
+	}
+	if g, ok := s.backend.(*cuda.Backend); ok && g.Streamed() > 0 {
+		s.app.ui.Note("%s of the weights do not fit the GPU: they are copied to it whenever they are needed", ui.Bytes(g.Streamed()))
 	}
 	s.loaded = e
 	return e, nil

@@ -8,6 +8,7 @@
 package cuda
 
 import (
+	"errors"
 	"fmt"
 	"strings"
 
@@ -27,6 +28,11 @@ type Options struct {
 	Segment int64
 	// Staging is the size in bytes of the pinned memory through which values come and go; 0 means 16 MiB.
 	Staging int
+	// Parameters is the number of weights that are going to be loaded, 0 if unknown. With Weights it says how many are streamed.
+	Parameters int64
+	// Weights is the most memory in bytes that weights may take; 0 means three quarters of what is free. When all weights are more,
+	// some stay and the others are copied to the GPU each time that they are needed, while it computes with earlier ones.
+	Weights int64
 	// Scratch is the memory in bytes that the scores of attention may take; 0 means 1 GiB.
 	Scratch int64
 }
@@ -38,6 +44,7 @@ type Backend struct {
 	half    bool // bfloat16 products
 	scratch int64
 	rotary  map[*engine.Rotary]*rotary
+	weights weights
 }
 
 var _ engine.Backend = (*Backend)(nil)
@@ -67,8 +74,12 @@ func New(o Options) (*Backend, error) {
 		staging = 16 << 20
 	}
 	var err error
-	if b.dev, b.info, err = openDevice(o.Symbols, o.Device, grain, max(staging, 4096)); err != nil {
+	staging = max(staging, 4096)
+	if b.dev, b.info, err = openDevice(o.Symbols, o.Device, grain, staging); err != nil {
 		return nil, err
+	}
+	if err := b.limitWeights(o.Weights, b.WeightBytes(o.Parameters), staging); err != nil {
+		return nil, errors.Join(err, b.Close())
 	}
 	return b, nil
 }
@@ -103,7 +114,10 @@ func (b *Backend) Memory() (inUse, peak int64) {
 }
 
 // Close gives all memory back, that of tensors and weights too.
-func (b *Backend) Close() error { return b.dev.close() }
+func (b *Backend) Close() error {
+	b.weights.stop()
+	return errors.Join(b.dev.do(func() error { return b.weights.releaseOn(b.dev) }), b.dev.close())
+}
 
 // must runs f on the GPU's goroutine.
 func (b *Backend) must(f func() error) {

@@ -190,10 +190,7 @@ func (d *device) setUp(staging int) (Info, error) {
 		d.loadModules,
 	}
 	for i := range d.up.events {
-		steps = append(steps, func() error {
-			const noTiming = 2
-			return d.check("cuEventCreate", d.api.eventCreate.call(uintptr(unsafe.Pointer(&d.up.events[i])), noTiming))
-		})
+		steps = append(steps, func() error { return d.newEvent(&d.up.events[i]) })
 	}
 	for _, step := range steps {
 		if err := step(); err != nil {
@@ -325,6 +322,12 @@ func (d *device) pin(to *[]byte, n int) error {
 	}
 	*to = unsafe.Slice(p, n)
 	return nil
+}
+
+// newEvent makes an event.
+func (d *device) newEvent(to *uintptr) error {
+	const noTiming = 2
+	return d.check("cuEventCreate", d.api.eventCreate.call(uintptr(unsafe.Pointer(to)), noTiming))
 }
 
 // sync waits until everything queued is done; errors of queued work show here.

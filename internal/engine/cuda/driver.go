@@ -39,7 +39,7 @@ type api struct {
 	memAlloc, memFree, memInfo, hostAlloc, hostFree                                        proc
 	copyIn, copyOut, copyOver, set8                                                        proc
 	moduleLoad, moduleUnload, moduleFunction, launch                                       proc
-	streamCreate, streamDestroy, streamSync                                                proc
+	streamCreate, streamDestroy, streamSync, streamWait                                    proc
 	eventCreate, eventDestroy, eventRecord, eventSync                                      proc
 	errorName                                                                              proc
 	blasCreate, blasDestroy, blasStream, blasMathMode, gemm, gemmStrided                   proc
@@ -62,7 +62,7 @@ func bind(symbols Symbols) (*api, error) {
 		{Driver, "cuMemcpyHtoDAsync_v2", &a.copyIn}, {Driver, "cuMemcpyDtoHAsync_v2", &a.copyOut}, {Driver, "cuMemcpyDtoDAsync_v2", &a.copyOver},
 		{Driver, "cuMemsetD8Async", &a.set8}, {Driver, "cuModuleLoadData", &a.moduleLoad}, {Driver, "cuModuleUnload", &a.moduleUnload},
 		{Driver, "cuModuleGetFunction", &a.moduleFunction}, {Driver, "cuLaunchKernel", &a.launch}, {Driver, "cuStreamCreate", &a.streamCreate},
-		{Driver, "cuStreamDestroy_v2", &a.streamDestroy}, {Driver, "cuStreamSynchronize", &a.streamSync}, {Driver, "cuEventCreate", &a.eventCreate},
+		{Driver, "cuStreamDestroy_v2", &a.streamDestroy}, {Driver, "cuStreamSynchronize", &a.streamSync}, {Driver, "cuStreamWaitEvent", &a.streamWait}, {Driver, "cuEventCreate", &a.eventCreate},
 		{Driver, "cuEventDestroy_v2", &a.eventDestroy}, {Driver, "cuEventRecord", &a.eventRecord}, {Driver, "cuEventSynchronize", &a.eventSync},
 		{Driver, "cuGetErrorName", &a.errorName},
 		{CUBLAS, "cublasCreate_v2", &a.blasCreate}, {CUBLAS, "cublasDestroy_v2", &a.blasDestroy}, {CUBLAS, "cublasSetStream_v2", &a.blasStream},

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"math"
 
-	"github.com/kvprofile/kvprofile/internal/dtype"
 	"github.com/kvprofile/kvprofile/internal/engine"
 )
 
@@ -85,80 +84,6 @@ func (b *Backend) Download(dst []float64, src engine.Tensor) {
 	})
 }
 
-// weight is a matrix [rows, cols] in the GPU's memory, in the precision of products; a vector is float32.
-type weight struct {
-	rows, cols int
-	kind       number
-	at         pointer
-}
-
-func (w *weight) Rows() int { return w.rows }
-func (w *weight) Cols() int { return w.cols }
-
-// Load expands the parts and copies them to the GPU; their data is not needed afterwards.
-func (b *Backend) Load(parts ...engine.Matrix) (engine.Weight, error) {
-	w := &weight{cols: parts[0].Cols}
-	for _, p := range parts {
-		if err := p.Check(); err != nil {
-			return nil, err
-		}
-		if p.Cols != w.cols {
-			return nil, fmt.Errorf("tensor %s has %d columns, %s has %d", p.Name, p.Cols, parts[0].Name, w.cols)
-		}
-		w.rows += p.Rows
-	}
-	if b.half && w.rows > 1 {
-		w.kind = bf16
-	}
-	size := w.kind.bytes()
-	err := b.dev.do(func() (err error) {
-		if w.at, err = b.dev.memory.get(int64(w.rows) * int64(w.cols) * int64(size)); err != nil {
-			return err
-		}
-		at := w.at
-		for _, p := range parts {
-			if err := b.loadPart(at, p, w.kind); err != nil {
-				return err
-			}
-			at += uint64(p.Rows * p.Cols * size)
-		}
-		return nil
-	})
-	if err != nil {
-		return nil, err
-	}
-	return w, nil
-}
-
-// loadPart copies one matrix, whole rows at a time or, of rows that are larger than the staging memory, whole blocks.
-func (b *Backend) loadPart(at pointer, p engine.Matrix, kind number) error {
-	size := kind.bytes()
-	if kind == bf16 && p.DType == dtype.BF16 && p.RowMap == nil {
-		return b.dev.upload(at, p.Rows*p.Cols*2, 2, func(dst []byte, lo int) { copy(dst, p.Data[lo:]) })
-	}
-	row := make([]float32, p.Cols)
-	have := -1 // the row that stands in row
-	return b.dev.upload(at, p.Rows*p.Cols*size, size, func(dst []byte, lo int) {
-		for i := 0; i < len(dst); {
-			v := (lo + i) / size
-			r, c := v/p.Cols, v%p.Cols
-			if r != have {
-				p.DecodeRow(row, r)
-				have = r
-			}
-			n := min(p.Cols-c, (len(dst)-i)/size)
-			if kind == bf16 {
-				for x, f := range row[c : c+n] {
-					binary.LittleEndian.PutUint16(dst[i+2*x:], toBF16(f))
-				}
-			} else {
-				putFloats(dst[i:i+4*n], row[c:])
-			}
-			i += n * size
-		}
-	})
-}
-
 // toBF16 rounds to the nearest, ties to even.
 func toBF16(f float32) uint16 {
 	u := math.Float32bits(f)
@@ -168,17 +93,8 @@ func toBF16(f float32) uint16 {
 	return uint16((u + 0x7fff + u>>16&1) >> 16)
 }
 
-func (b *Backend) Unload(x engine.Weight) {
-	w := x.(*weight)
-	b.must(func() error {
-		p := w.at
-		*w = weight{}
-		return b.dev.memory.put(p)
-	})
-}
-
 func (b *Backend) Embed(dst engine.Tensor, w engine.Weight, ids []int32) {
-	m := w.(*weight)
+	m := b.acquire(w)
 	b.op(func(tmp *temporaries) error {
 		list, err := tmp.ints(ids)
 		if err != nil {
@@ -222,7 +138,7 @@ func (b *Backend) result(t engine.Tensor, accumulate bool) operand {
 }
 
 func (b *Backend) MatMul(dst, x engine.Tensor, w engine.Weight, accumulate bool) {
-	m := w.(*weight)
+	m := b.acquire(w)
 	if x.Cols() != m.cols || dst.Cols() != m.rows || dst.Rows() != x.Rows() {
 		panic(fmt.Sprintf("product of %d x %d and %d x %d transposed to %d x %d", x.Rows(), x.Cols(), m.rows, m.cols, dst.Rows(), dst.Cols()))
 	}
@@ -237,7 +153,7 @@ func (b *Backend) MatMul(dst, x engine.Tensor, w engine.Weight, accumulate bool)
 }
 
 func (b *Backend) MatMulBackward(dx, dy engine.Tensor, w engine.Weight, accumulate bool) {
-	m := w.(*weight)
+	m := b.acquire(w)
 	if dy.Cols() != m.rows || dx.Cols() != m.cols || dx.Rows() != dy.Rows() {
 		panic(fmt.Sprintf("product of %d x %d and %d x %d to %d x %d", dy.Rows(), dy.Cols(), m.rows, m.cols, dx.Rows(), dx.Cols()))
 	}

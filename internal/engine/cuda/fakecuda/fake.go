@@ -79,6 +79,7 @@ type Driver struct {
 	handles  uintptr
 	counts   map[string]int
 	gemmFLOP int64
+	copied   int64 // to the GPU, bytes
 	symbols  map[string]uintptr
 	names    map[int32][]byte
 }
@@ -120,7 +121,7 @@ func (f *Driver) Reset(o Options) {
 			panic(err) // it was mapped here
 		}
 	}
-	f.options, f.device, f.err, f.sticky, f.breakAt, f.launched, f.retained, f.gemmFLOP = o.defaults(), ptxsim.NewDevice(), nil, 0, 0, 0, 0, 0
+	f.options, f.device, f.err, f.sticky, f.breakAt, f.launched, f.retained, f.gemmFLOP, f.copied = o.defaults(), ptxsim.NewDevice(), nil, 0, 0, 0, 0, 0, 0
 	f.contexts, f.modules, f.kernels, f.streams = map[int]uintptr{}, map[uintptr]*ptxsim.Module{}, map[uintptr]*ptxsim.Kernel{}, map[uintptr]*stream{}
 	f.events, f.blas, f.pinned, f.counts = map[uintptr]*event{}, map[uintptr]uintptr{}, map[uintptr][]byte{}, map[string]int{}
 }
@@ -145,6 +146,13 @@ func (f *Driver) Calls(name string) int {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.counts[name]
+}
+
+// Copied returns the bytes that were copied to the GPU so far.
+func (f *Driver) Copied() int64 {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.copied
 }
 
 // Work returns the warp instructions executed and the floating-point operations of matrix products so far.
@@ -397,6 +405,7 @@ func (f *Driver) functions() map[string]any {
 			})
 		},
 		"cuMemcpyHtoDAsync_v2": func(to uint64, from unsafe.Pointer, n, at uintptr) int32 {
+			locked(func() int32 { f.copied += int64(n); return okay })
 			return copied("cuMemcpyHtoDAsync", device(to, n), host(from, n), at)
 		},
 		"cuMemcpyDtoHAsync_v2": func(to unsafe.Pointer, from uint64, n, at uintptr) int32 {
@@ -469,6 +478,23 @@ func (f *Driver) functions() map[string]any {
 					return f.fail(invalidValue, "cuStreamSynchronize: no stream %#x", at)
 				}
 				return f.drain(s, nil)
+			})
+		},
+		"cuStreamWaitEvent": func(at, e uintptr, flags uint32) int32 {
+			return locked(func() int32 {
+				ev := f.events[e]
+				if ev == nil {
+					return f.fail(invalidValue, "cuStreamWaitEvent: no event %#x", e)
+				}
+				if f.options.Ignore == "cuStreamWaitEvent" {
+					return okay
+				}
+				return f.queue("cuStreamWaitEvent", at, func() error {
+					if !ev.done {
+						f.drain(ev.stream, func() bool { return ev.done })
+					}
+					return nil
+				})
 			})
 		},
 		"cuEventCreate": func(e *uintptr, flags uint32) int32 {
