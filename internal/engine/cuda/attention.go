@@ -7,7 +7,7 @@ import (
 	"github.com/kvprofile/kvprofile/internal/engine"
 )
 
-// Attention goes through tiles: some consecutive queries of all heads against the keys that any of them sees. The scores of a tile are a
+// Attention without statistics in bfloat16 is one kernel where head dimensions allow it (flash). All other goes through tiles: some consecutive queries of all heads against the keys that any of them sees. The scores of a tile are a
 // matrix product, and so is what is done with the probabilities. Keys that no query of a tile sees are never looked at, so
 // streaming attention, whose tiles have two ranges of keys (sink and recent), takes time and memory linear in the length.
 
@@ -260,6 +260,9 @@ func (b *Backend) Attention(out, q, k, v engine.Tensor, spec engine.AttentionSpe
 			return err
 		}
 		qs, to := b.read(q), b.write(out)
+		if a.kind == bf16 && tap == nil && (spec.HeadDim == 64 || spec.HeadDim == 128) {
+			return a.flash(to, qs)
+		}
 		var taps *taps
 		if tap != nil {
 			if taps, err = newTaps(a, tap, b.read(v)); err != nil {
@@ -300,6 +303,28 @@ func (b *Backend) Attention(out, q, k, v engine.Tensor, spec engine.AttentionSpe
 		}
 		return nil
 	})
+}
+
+// flash computes attention in one kernel, on keys and values in bfloat16.
+func (a *attention) flash(to, qs pointer) error {
+	const rows = 64 // queries of a block, and keys of a step
+	d := a.spec.HeadDim
+	query, err := a.b.rounded(a.tmp, qs, a.n*a.spec.Heads*d)
+	if err != nil {
+		return err
+	}
+	var masks []int32
+	for kv := range a.spec.KVHeads {
+		m := a.spec.Mask(kv)
+		masks = append(masks, int32(m.Sink), int32(m.Recent))
+	}
+	list, err := a.tmp.ints(masks)
+	if err != nil {
+		return err
+	}
+	shared := 5 * rows * d * 2 // queries, and keys and values of two steps
+	return a.b.dev.launchShared(fmt.Sprintf("kv_flash_%d", d), grid{x: (a.n + rows - 1) / rows, y: a.spec.Heads}, 128, shared, to, query, a.keys.at, a.vals.at, list,
+		a.n, a.spec.Start+a.n, a.spec.Start, a.spec.Heads, a.spec.KVHeads, a.spec.Window, scoreScale(d))
 }
 
 // With P the probabilities and dP = dout v^T: dS = P * (dP - sum_j P dP), dq = dS k / sqrt(d), dk = dS^T q / sqrt(d), dv = P^T dout.

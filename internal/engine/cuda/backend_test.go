@@ -373,6 +373,8 @@ func attentionCases() []attentionCase {
 		{80, masks(s(4, 2, 32), 60, engine.Mask{Sink: 0, Recent: 1}, engine.Mask{Sink: 33, Recent: 24})},
 		{70, masks(s(2, 2, 64), 20, engine.Mask{Sink: 3, Recent: 100}, engine.Mask{Sink: 128, Recent: 1})},
 		{90, masks(s(1, 1, 64), 0, engine.Mask{Sink: 1, Recent: 29})},
+		{140, s(2, 1, 128)}, {64, s(1, 1, 128)}, {300, masks(s(2, 2, 64), 0, engine.Mask{Sink: 4, Recent: 20}, engine.Mask{Sink: 70, Recent: 1})},
+		{200, masks(s(2, 1, 128), 130, engine.Mask{Sink: 100, Recent: 30})}, {200, masks(s(2, 1, 64), 90)}, {130, masks(s(2, 2, 128), 0, engine.Mask{}, engine.Mask{Sink: 200, Recent: 3})},
 		{90, masks(s(4, 2, 16), 0, engine.Mask{Sink: 5, Recent: 11}, engine.Mask{Sink: 5, Recent: 11})},
 	}
 	r := seeded(6)

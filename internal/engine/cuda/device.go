@@ -20,6 +20,7 @@ type device struct {
 	context, stream, blas uintptr
 	modules               []uintptr
 	functions             map[string]uintptr
+	granted               map[uintptr]int // dynamic shared memory of kernels that need much
 	memory                arena
 	up                    ring
 	down                  []byte // pinned
@@ -136,7 +137,7 @@ func openDevice(symbols Symbols, index int, grain int64, staging int) (*device, 
 	if err != nil {
 		return nil, Info{}, err
 	}
-	d := &device{api: a, work: make(chan func()), index: index, functions: map[string]uintptr{}}
+	d := &device{api: a, work: make(chan func()), index: index, functions: map[string]uintptr{}, granted: map[uintptr]int{}}
 	d.memory = arena{grain: grain, take: d.take, give: d.give}
 	go func() {
 		runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
@@ -408,9 +409,21 @@ type grid struct{ x, y, z int }
 
 // launch queues a kernel. Arguments are pointer (uint64), int (a C int), or float32.
 func (d *device) launch(name string, g grid, threads int, args ...any) error {
+	return d.launchShared(name, g, threads, 0, args...)
+}
+
+// launchShared is launch with so many bytes of dynamic shared memory.
+func (d *device) launchShared(name string, g grid, threads, shared int, args ...any) error {
 	f, err := d.function(name)
 	if err != nil {
 		return err
+	}
+	if shared > d.granted[f] && shared > 48<<10 { // more must be asked for
+		const maxDynamicShared = 8
+		if err := d.check("cuFuncSetAttribute", d.api.functionAttribute.call(f, maxDynamicShared, uintptr(shared))); err != nil {
+			return err
+		}
+		d.granted[f] = shared
 	}
 	for i, a := range args {
 		switch v := a.(type) {
@@ -426,7 +439,7 @@ func (d *device) launch(name string, g grid, threads int, args ...any) error {
 		d.params[i] = unsafe.Pointer(&d.values[i])
 	}
 	d.params[len(args)] = nil
-	return d.check("cuLaunchKernel "+name, d.api.launch.call(f, uintptr(g.x), uintptr(max(1, g.y)), uintptr(max(1, g.z)), uintptr(threads), 1, 1, 0, d.stream,
+	return d.check("cuLaunchKernel "+name, d.api.launch.call(f, uintptr(g.x), uintptr(max(1, g.y)), uintptr(max(1, g.z)), uintptr(threads), 1, 1, uintptr(shared), d.stream,
 		uintptr(unsafe.Pointer(&d.params[0])), 0))
 }
 

@@ -38,7 +38,7 @@ type api struct {
 	contextRetain, contextRelease, contextSet                                              proc
 	memAlloc, memFree, memInfo, hostAlloc, hostFree                                        proc
 	copyIn, copyOut, copyOver, set8                                                        proc
-	moduleLoad, moduleUnload, moduleFunction, launch                                       proc
+	moduleLoad, moduleUnload, moduleFunction, functionAttribute, launch                    proc
 	streamCreate, streamDestroy, streamSync, streamWait                                    proc
 	eventCreate, eventDestroy, eventRecord, eventSync                                      proc
 	errorName                                                                              proc
@@ -61,7 +61,7 @@ func bind(symbols Symbols) (*api, error) {
 		{Driver, "cuMemGetInfo_v2", &a.memInfo}, {Driver, "cuMemHostAlloc", &a.hostAlloc}, {Driver, "cuMemFreeHost", &a.hostFree},
 		{Driver, "cuMemcpyHtoDAsync_v2", &a.copyIn}, {Driver, "cuMemcpyDtoHAsync_v2", &a.copyOut}, {Driver, "cuMemcpyDtoDAsync_v2", &a.copyOver},
 		{Driver, "cuMemsetD8Async", &a.set8}, {Driver, "cuModuleLoadData", &a.moduleLoad}, {Driver, "cuModuleUnload", &a.moduleUnload},
-		{Driver, "cuModuleGetFunction", &a.moduleFunction}, {Driver, "cuLaunchKernel", &a.launch}, {Driver, "cuStreamCreate", &a.streamCreate},
+		{Driver, "cuModuleGetFunction", &a.moduleFunction}, {Driver, "cuFuncSetAttribute", &a.functionAttribute}, {Driver, "cuLaunchKernel", &a.launch}, {Driver, "cuStreamCreate", &a.streamCreate},
 		{Driver, "cuStreamDestroy_v2", &a.streamDestroy}, {Driver, "cuStreamSynchronize", &a.streamSync}, {Driver, "cuStreamWaitEvent", &a.streamWait}, {Driver, "cuEventCreate", &a.eventCreate},
 		{Driver, "cuEventDestroy_v2", &a.eventDestroy}, {Driver, "cuEventRecord", &a.eventRecord}, {Driver, "cuEventSynchronize", &a.eventSync},
 		{Driver, "cuGetErrorName", &a.errorName},

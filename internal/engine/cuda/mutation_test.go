@@ -3,7 +3,6 @@
 package cuda
 
 import (
-	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -71,6 +70,13 @@ func everyKernel(t testing.TB, b *Backend) (all []float64, err error) {
 		}
 		all = append(append(append(all, h.Recent...), h.Keys...), h.Entropy, h.Variance, float64(h.Top[0]))
 	}
+	for _, d := range []int{64, 128} { // enough keys for several steps
+		wide := attentionCase{200, engine.AttentionSpec{Heads: 1, KVHeads: 1, HeadDim: d}}
+		fq, fk, fv, _ := wide.inputs(wide.n)
+		fo := b.New(wide.n, d)
+		b.Attention(fo, fq.on(b), fk.on(b), fv.on(b), wide.spec, nil)
+		keep(fo)
+	}
 	spec.Masks = []engine.Mask{{Sink: 3, Recent: 40}}
 	b.Attention(ao, tq, tk, tv, spec, nil)
 	b.AttentionBackward(dq, dk, dv, td, tq, tk, tv, ao, spec)
@@ -129,43 +135,58 @@ func TestEveryKernelRuns(t *testing.T) {
 	}
 }
 
-// Deleting any one barrier of any kernel must be noticed.
+// Deleting any one barrier of any kernel, or any one wait for an asynchronous copy, must be noticed: reported, or seen in the results.
 func TestBarriersAreNeeded(t *testing.T) {
 	fake := fakecuda.New(fakecuda.Options{})
-	missed, mutants := 0, 0
+	run := func(precision string, rewrite func(string) string) ([]float64, error) {
+		fake.Reset(fakecuda.Options{Rewrite: rewrite})
+		b, err := New(Options{Precision: precision, Symbols: resolver(fake), Staging: 1 << 16})
+		if err != nil {
+			t.Fatal(err)
+		}
+		results, err := everyKernel(t, b)
+		if e := b.Close(); (e == nil) != (err == nil) {
+			t.Errorf("closing a GPU that ended with %v: %v", err, e)
+		}
+		return results, err
+	}
+	reported, seen, mutants := 0, 0, 0
 	for _, ptx := range kernels.Modules() {
+		precision := "f32"
+		if strings.Contains(ptx, "cp.async") {
+			precision = "bf16"
+		}
+		want, err := run(precision, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
 		lines := strings.Split(ptx, "\n")
 		for _, k := range entries(ptx) {
 			for i := k.lo; i <= k.hi; i++ {
-				if !strings.Contains(lines[i], "bar.sync") {
+				if !strings.Contains(lines[i], "bar.sync") && !strings.Contains(lines[i], "wait_group") {
 					continue
 				}
 				mutants++
 				mutant := slices.Clone(lines)
 				mutant[i] = ""
-				fake.Reset(fakecuda.Options{Rewrite: func(text string) string {
+				got, err := run(precision, func(text string) string {
 					if text == ptx {
 						return strings.Join(mutant, "\n")
 					}
 					return text
-				}})
-				b, err := New(Options{Precision: "f32", Symbols: resolver(fake), Staging: 1 << 16})
-				if err != nil {
-					t.Fatal(err)
-				}
-				_, err = everyKernel(t, b)
-				var lost *LostError
-				if !errors.As(err, &lost) || !strings.Contains(fmt.Sprint(fake.Err()), k.name) {
-					missed++
-					t.Errorf("%s without the barrier of line %d: got %v", k.name, i+1, err)
-				}
-				if err := b.Close(); err == nil {
-					t.Error("a lost GPU closes without an error")
+				})
+				switch {
+				case err != nil && strings.Contains(fmt.Sprint(fake.Err()), k.name):
+					reported++
+				case err == nil && fmt.Sprint(got) != fmt.Sprint(want):
+					seen++
+				default:
+					t.Errorf("%s without line %d, %q: got %v", k.name, i+1, lines[i], err)
 				}
 			}
 		}
 	}
-	t.Logf("%d of %d mutants noticed", mutants-missed, mutants)
+	t.Logf("%d mutants: %d reported, %d seen in results", mutants, reported, seen)
 }
 
 // Without one of the waits results must be wrong: everything the simulated driver does is late.

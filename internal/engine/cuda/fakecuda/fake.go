@@ -72,6 +72,7 @@ type Driver struct {
 	retained int
 	modules  map[uintptr]*ptxsim.Module
 	kernels  map[uintptr]*ptxsim.Kernel
+	granted  map[uintptr]int32 // dynamic shared memory
 	streams  map[uintptr]*stream
 	events   map[uintptr]*event
 	blas     map[uintptr]uintptr // stream of each handle
@@ -122,6 +123,7 @@ func (f *Driver) Reset(o Options) {
 		}
 	}
 	f.options, f.device, f.err, f.sticky, f.breakAt, f.launched, f.retained, f.gemmFLOP, f.copied = o.defaults(), ptxsim.NewDevice(), nil, 0, 0, 0, 0, 0, 0
+	f.granted = map[uintptr]int32{}
 	f.contexts, f.modules, f.kernels, f.streams = map[int]uintptr{}, map[uintptr]*ptxsim.Module{}, map[uintptr]*ptxsim.Kernel{}, map[uintptr]*stream{}
 	f.events, f.blas, f.pinned, f.counts = map[uintptr]*event{}, map[uintptr]uintptr{}, map[uintptr][]byte{}, map[string]int{}
 }
@@ -458,6 +460,16 @@ func (f *Driver) functions() map[string]any {
 				return okay
 			})
 		},
+		"cuFuncSetAttribute": func(fn uintptr, attribute, value int32) int32 {
+			return inside("cuFuncSetAttribute", func() int32 {
+				k := f.kernels[fn]
+				if k == nil || attribute != 8 || value < 0 || int(value)+k.Shared > 227<<10 {
+					return f.fail(invalidValue, "cuFuncSetAttribute %d to %d", attribute, value)
+				}
+				f.granted[fn] = value
+				return okay
+			})
+		},
 		"cuLaunchKernel": func(fn uintptr, gx, gy, gz, bx, by, bz, shared uint32, at uintptr, params *unsafe.Pointer, extra uintptr) int32 {
 			return locked(func() int32 { return f.launch(fn, [3]uint32{gx, gy, gz}, [3]uint32{bx, by, bz}, shared, at, params) })
 		},
@@ -574,7 +586,7 @@ func (f *Driver) launch(fn uintptr, grid, block [3]uint32, shared uint32, at uin
 	}
 	threads := block[0] * block[1] * block[2]
 	if grid[0] == 0 || grid[1] == 0 || grid[2] == 0 || grid[0] > math.MaxInt32 || grid[1] > 65535 || grid[2] > 65535 || threads == 0 || threads > 1024 ||
-		block[1] != 1 || block[2] != 1 || int(shared)+k.Shared > 48<<10 {
+		block[1] != 1 || block[2] != 1 || int(shared) > max(48<<10-k.Shared, int(f.granted[fn])) {
 		return f.fail(invalidValue, "%s: grid %v, block %v, %d bytes of shared memory", k.Name, grid, block, shared)
 	}
 	// As the driver does: as many bytes from each pointer as the kernel's parameter has. The list must end with nil.

@@ -15,5 +15,8 @@ var attention string
 //go:embed paged.ptx
 var paged string
 
+//go:embed flash.ptx
+var flash string
+
 // Modules returns the PTX of every source file.
-func Modules() []string { return []string{elementwise, attention, paged} }
+func Modules() []string { return []string{elementwise, attention, paged, flash} }
