@@ -3,6 +3,7 @@
 package fakecuda
 
 import (
+	"encoding/binary"
 	"fmt"
 	"math"
 	"sync"
@@ -25,7 +26,27 @@ type Options struct {
 	Rewrite func(ptx string) string
 	// Ignore names a function that does nothing, for the same purpose.
 	Ignore string
+	// Trace, when not nil, is told of kernels and products in place of their execution, and large memory is not there: models of any
+	// size go through, and nothing is computed.
+	Trace func(Work)
 }
+
+// Work is one launch of a kernel, or one product where Kernel is "".
+type Work struct {
+	Kernel string
+	Grid   [3]uint32
+	Params []uint64 // as they lie in the parameter buffer, each widened
+
+	M, N, K, Batch int // c[m,n] of column-major a[m,k] and b[k,n]
+	Half           bool
+	Accumulate     bool
+}
+
+// virtual is where large memory lies that is not there, and large its size in bytes.
+const (
+	virtual = 1 << 44
+	large   = 64 << 10
+)
 
 // defaults fills in what is not given.
 func (o Options) defaults() Options {
@@ -80,7 +101,9 @@ type Driver struct {
 	handles  uintptr
 	counts   map[string]int
 	gemmFLOP int64
-	copied   int64 // to the GPU, bytes
+	copied   int64            // to the GPU, bytes
+	absent   map[uint64]int64 // sizes of large memory that is not there
+	next     uint64
 	symbols  map[string]uintptr
 	names    map[int32][]byte
 }
@@ -123,7 +146,7 @@ func (f *Driver) Reset(o Options) {
 		}
 	}
 	f.options, f.device, f.err, f.sticky, f.breakAt, f.launched, f.retained, f.gemmFLOP, f.copied = o.defaults(), ptxsim.NewDevice(), nil, 0, 0, 0, 0, 0, 0
-	f.granted = map[uintptr]int32{}
+	f.granted, f.absent, f.next = map[uintptr]int32{}, map[uint64]int64{}, virtual
 	f.contexts, f.modules, f.kernels, f.streams = map[int]uintptr{}, map[uintptr]*ptxsim.Module{}, map[uintptr]*ptxsim.Kernel{}, map[uintptr]*stream{}
 	f.events, f.blas, f.pinned, f.counts = map[uintptr]*event{}, map[uintptr]uintptr{}, map[uintptr][]byte{}, map[string]int{}
 }
@@ -247,6 +270,14 @@ func (f *Driver) drainAll() int32 {
 	return f.sticky
 }
 
+// memory returns device memory, nothing of what is not there.
+func (f *Driver) memory(p uint64, n int) ([]byte, error) {
+	if f.options.Trace != nil && p >= virtual && p < f.next {
+		return nil, nil
+	}
+	return f.device.Bytes(p, n)
+}
+
 // hostMemory returns pinned memory.
 func (f *Driver) hostMemory(p unsafe.Pointer, n uintptr) ([]byte, error) {
 	for base, m := range f.pinned {
@@ -300,7 +331,7 @@ func (f *Driver) functions() map[string]any {
 		})
 	}
 	device := func(p uint64, n uintptr) func() ([]byte, error) {
-		return func() ([]byte, error) { return f.device.Bytes(p, int(n)) }
+		return func() ([]byte, error) { return f.memory(p, int(n)) }
 	}
 	host := func(p unsafe.Pointer, n uintptr) func() ([]byte, error) {
 		return func() ([]byte, error) { return f.hostMemory(p, n) }
@@ -355,6 +386,13 @@ func (f *Driver) functions() map[string]any {
 				if f.device.Used+int64(n) > f.options.Memory {
 					return outOfMemory // the caller is expected to live with it
 				}
+				if f.options.Trace != nil && n > large {
+					*p = f.next
+					f.absent[*p] = int64(n)
+					f.next += uint64(n+4095) / 4096 * 4096
+					f.device.Used += int64(n)
+					return okay
+				}
 				*p = f.device.Alloc(int(n))
 				return okay
 			})
@@ -363,6 +401,11 @@ func (f *Driver) functions() map[string]any {
 			return inside("cuMemFree", func() int32 {
 				if code := f.drainAll(); code != okay {
 					return code
+				}
+				if n, ok := f.absent[p]; ok {
+					f.device.Used -= n
+					delete(f.absent, p)
+					return okay
 				}
 				if err := f.device.Free(p); err != nil {
 					return f.fail(invalidValue, "cuMemFree: %w", err)
@@ -419,7 +462,7 @@ func (f *Driver) functions() map[string]any {
 		"cuMemsetD8Async": func(p uint64, v uint8, n, at uintptr) int32 {
 			return locked(func() int32 {
 				return f.queue("cuMemsetD8Async", at, func() error {
-					b, err := f.device.Bytes(p, int(n))
+					b, err := f.memory(p, int(n))
 					for i := range b {
 						b[i] = v
 					}
@@ -604,6 +647,16 @@ func (f *Driver) launch(fn uintptr, grid, block [3]uint32, shared uint32, at uin
 	return f.queue("cuLaunchKernel", at, func() error {
 		f.counts["launch "+k.Name]++
 		f.launched++
+		if f.options.Trace != nil {
+			w := Work{Kernel: k.Name, Grid: grid}
+			for _, p := range k.Params {
+				var v [8]byte
+				copy(v[:], buf[p.Off:p.Off+p.Size])
+				w.Params = append(w.Params, binary.LittleEndian.Uint64(v[:]))
+			}
+			f.options.Trace(w)
+			return nil
+		}
 		if f.launched == f.breakAt {
 			return fmt.Errorf("%s: broken on request", k.Name)
 		}

@@ -60,6 +60,10 @@ func (f *Driver) gemm(name string, h uintptr, g gemm, compute int32) int32 {
 
 // multiply computes c = alpha * op(a) * op(b) + beta * c, with sums in float32.
 func (f *Driver) multiply(g gemm) error {
+	if f.options.Trace != nil {
+		f.options.Trace(Work{M: int(g.m), N: int(g.n), K: int(g.k), Batch: int(g.batch), Half: g.a.kind == 14, Accumulate: g.beta != 0})
+		return nil
+	}
 	m, n, k := int(g.m), int(g.n), int(g.k)
 	for z := range int64(g.batch) {
 		// Rows of op(a) and columns of op(b), each k values side by side.
