@@ -7,7 +7,7 @@ import (
 	"github.com/kvprofile/kvprofile/internal/engine"
 )
 
-// Attention without statistics in bfloat16 is one kernel where head dimensions allow it (flash). All other goes through tiles: some consecutive queries of all heads against the keys that any of them sees. The scores of a tile are a
+// Attention in bfloat16 is one kernel where head dimensions allow it (flash). All other goes through tiles: some consecutive queries of all heads against the keys that any of them sees. The scores of a tile are a
 // matrix product, and so is what is done with the probabilities. Keys that no query of a tile sees are never looked at, so
 // streaming attention, whose tiles have two ranges of keys (sink and recent), takes time and memory linear in the length.
 
@@ -43,21 +43,26 @@ func masked(spec *engine.AttentionSpec) (all []heads) {
 // span is a range of keys and its first column in the tile's scores.
 type span struct{ lo, hi, column int }
 
-// tile is queries [row, row+rows) and one or two spans of keys.
+// tile is queries row, row+step ... and one or two spans of keys.
 type tile struct {
-	row, rows int
-	spans     []span
-	width, ld int // columns in use, and from row to row
+	row, rows, step int
+	spans           []span
+	width, ld       int // columns in use, and from row to row
 }
 
 // newTile finds the keys that queries [row, row+rows) see.
 func newTile(spec *engine.AttentionSpec, m engine.Mask, row, rows int) tile {
-	i0, end := spec.Start+row, spec.Start+row+rows
+	return sparseTile(spec, m, row, rows, 1)
+}
+
+// sparseTile finds the keys that rows queries see, step apart.
+func sparseTile(spec *engine.AttentionSpec, m engine.Mask, row, rows, step int) tile {
+	i0, end := spec.Start+row, spec.Start+row+(rows-1)*step+1
 	lo := 0
 	if spec.Window > 0 {
 		lo = max(0, i0-spec.Window+1)
 	}
-	t := tile{row: row, rows: rows}
+	t := tile{row: row, rows: rows, step: step}
 	if m.Full() {
 		t.spans = []span{{lo, end, 0}}
 	} else {
@@ -141,10 +146,9 @@ func (b *Backend) newAttention(tmp *temporaries, k, v engine.Tensor, spec *engin
 	return a, nil
 }
 
-// room allocates the memory of tiles of rows queries.
-func (a *attention) room(h heads, rows int) (err error) {
+// room allocates the memory of tiles of rows queries, whose rows of scores have at most widest values.
+func (a *attention) room(h heads, rows, widest int) (err error) {
 	d, count := a.spec.HeadDim, h.count*a.group
-	widest := a.widest(h, rows)
 	get := func(bytes int) (p pointer) {
 		if err == nil {
 			p, err = a.tmp.get(bytes)
@@ -181,7 +185,7 @@ func (a *attention) pack(to operand, x pointer, h heads, t *tile) error {
 	if to.kind == bf16 {
 		name = "kv_pack_bf16"
 	}
-	return a.b.dev.launch(name, grid{x: t.rows, y: h.count * a.group}, threadsFor(d), to.at, x, t.row, h.first*a.group, a.spec.Heads*d, d, float32(1))
+	return a.b.dev.launch(name, grid{x: t.rows, y: h.count * a.group}, threadsFor(d), to.at, x, t.row, t.step, h.first*a.group, a.spec.Heads*d, d)
 }
 
 // unpack puts packed rows, times c, to their places in x.
@@ -260,7 +264,8 @@ func (b *Backend) Attention(out, q, k, v engine.Tensor, spec engine.AttentionSpe
 			return err
 		}
 		qs, to := b.read(q), b.write(out)
-		if a.kind == bf16 && tap == nil && (spec.HeadDim == 64 || spec.HeadDim == 128) {
+		fused := a.kind == bf16 && (spec.HeadDim == 64 || spec.HeadDim == 128)
+		if fused && tap == nil {
 			return a.flash(to, qs)
 		}
 		var taps *taps
@@ -269,9 +274,15 @@ func (b *Backend) Attention(out, q, k, v engine.Tensor, spec engine.AttentionSpe
 				return err
 			}
 		}
+		if fused && taps.fusible() {
+			if err := taps.fused(to, qs); err != nil {
+				return err
+			}
+			return taps.finish()
+		}
 		for _, h := range masked(&spec) {
 			rows := b.rowsFor(&spec, h, n, 4+2)
-			if err := a.room(h, rows); err != nil {
+			if err := a.room(h, rows, a.widest(h, rows)); err != nil {
 				return err
 			}
 			for row := 0; row < n; row += rows {
@@ -305,26 +316,33 @@ func (b *Backend) Attention(out, q, k, v engine.Tensor, spec engine.AttentionSpe
 	})
 }
 
-// flash computes attention in one kernel, on keys and values in bfloat16.
-func (a *attention) flash(to, qs pointer) error {
-	const rows = 64 // queries of a block, and keys of a step
-	d := a.spec.HeadDim
-	query, err := a.b.rounded(a.tmp, qs, a.n*a.spec.Heads*d)
-	if err != nil {
-		return err
+// flashRows is the number of queries of a block of the fused kernels, and of keys of a step.
+const flashRows = 64
+
+// flashOperands are the queries in bfloat16, and the masks.
+func (a *attention) flashOperands(qs pointer) (query, masks pointer, err error) {
+	if query, err = a.b.rounded(a.tmp, qs, a.n*a.spec.Heads*a.spec.HeadDim); err != nil {
+		return 0, 0, err
 	}
-	var masks []int32
+	var list []int32
 	for kv := range a.spec.KVHeads {
 		m := a.spec.Mask(kv)
-		masks = append(masks, int32(m.Sink), int32(m.Recent))
+		list = append(list, int32(m.Sink), int32(m.Recent))
 	}
-	list, err := a.tmp.ints(masks)
+	masks, err = a.tmp.ints(list)
+	return query, masks, err
+}
+
+// flash computes attention in one kernel, on keys and values in bfloat16.
+func (a *attention) flash(to, qs pointer) error {
+	query, masks, err := a.flashOperands(qs)
 	if err != nil {
 		return err
 	}
-	shared := 5 * rows * d * 2 // queries, and keys and values of two steps
-	return a.b.dev.launchShared(fmt.Sprintf("kv_flash_%d", d), grid{x: (a.n + rows - 1) / rows, y: a.spec.Heads}, 128, shared, to, query, a.keys.at, a.vals.at, list,
-		a.n, a.spec.Start+a.n, a.spec.Start, a.spec.Heads, a.spec.KVHeads, a.spec.Window, scoreScale(d))
+	d := a.spec.HeadDim
+	shared := 5 * flashRows * d * 2 // queries, and keys and values of two steps
+	return a.b.dev.launchShared(fmt.Sprintf("kv_flash_%d", d), grid{x: (a.n + flashRows - 1) / flashRows, y: a.spec.Heads}, 128, shared, to, query, a.keys.at, a.vals.at,
+		masks, a.n, a.spec.Start+a.n, a.spec.Start, a.spec.Heads, a.spec.KVHeads, a.spec.Window, scoreScale(d))
 }
 
 // With P the probabilities and dP = dout v^T: dS = P * (dP - sum_j P dP), dq = dS k / sqrt(d), dk = dS^T q / sqrt(d), dv = P^T dout.
@@ -350,7 +368,7 @@ func (b *Backend) AttentionBackward(dq, dk, dv, dout, q, k, v, out engine.Tensor
 		}
 		for _, h := range masked(&spec) {
 			rows := b.rowsFor(&spec, h, n, 4+2+4+2)
-			if err := a.room(h, rows); err != nil {
+			if err := a.room(h, rows, a.widest(h, rows)); err != nil {
 				return err
 			}
 			if err := a.backward(h, rows, qs, grad, toQ, toK, toV, c); err != nil {

@@ -10,6 +10,7 @@ import (
 	"os"
 	"slices"
 	"strconv"
+	"strings"
 	"testing"
 
 	"github.com/kvprofile/kvprofile/internal/dtype"
@@ -489,10 +490,28 @@ func tapCases() map[string]struct {
 	short := everything
 	short.Prompt, short.Answer, short.Map = 20, []int{20, 27}, 7
 	plain := engine.Tap{Prompt: 1}
+	// What the fused kernels do in bfloat16.
+	fused := engine.Tap{Prompt: 290, Far: []int{1, 70, 400}, Windows: []int{8, 32, 64}, VarianceWindow: 40, Recent: []int{24, 1, 100, 1000},
+		Answer: []int{3, 200, 289, 290, 299}, KeysEvery: 4, Masses: []float64{.5, .9, .99}, Map: 4}
+	noMap := fused
+	noMap.Map, noMap.Prompt, noMap.Recent, noMap.Answer, noMap.Windows, noMap.VarianceWindow = 0, 192, nil, nil, nil, 0
+	whole := fused
+	whole.Map, whole.Prompt = 1, 300
+	aligned := fused
+	aligned.Map, aligned.Prompt = 3, 192
+	d64, d128 := engine.AttentionSpec{Heads: 3, KVHeads: 1, HeadDim: 64}, engine.AttentionSpec{Heads: 2, KVHeads: 2, HeadDim: 128}
+	windowed := d64
+	windowed.Window = 90
 	return map[string]kase{
 		"everything":     {attentionCase{120, full}, everything},
 		"sliding window": {attentionCase{120, window}, everything},
 		"masked heads":   {attentionCase{120, masked}, everything},
+		"fused 64":       {attentionCase{300, d64}, fused},
+		"fused 128":      {attentionCase{300, d128}, fused},
+		"fused window":   {attentionCase{300, windowed}, fused},
+		"fused, no map":  {attentionCase{200, d64}, noMap},
+		"fused, whole":   {attentionCase{300, d64}, whole},
+		"fused, aligned": {attentionCase{300, d128}, aligned},
 		"short":          {attentionCase{28, full}, short},
 		"one token":      {attentionCase{1, full}, plain},
 	}
@@ -502,6 +521,9 @@ func TestTaps(t *testing.T) {
 	both(t, func(t *testing.T, b *Backend) {
 		for name, c := range tapCases() {
 			for _, rows := range []int{19, tileRows} {
+				if !b.half && strings.HasPrefix(name, "fused") {
+					continue
+				}
 				t.Run(fmt.Sprintf("%s, tiles of %d", name, rows), func(t *testing.T) {
 					q, k, v, _ := c.inputs(c.n)
 					shortTiles(b, &c.spec, k.rows, rows)

@@ -92,8 +92,10 @@ func traffic(w fakecuda.Work) (flop, bytes float64) {
 	case "kv_squared_error":
 		return 0, rows * 12 * arg(6)
 	case "kv_pack_bf16":
-		return 0, all * 6 * arg(5)
-	case "kv_pack_f32", "kv_unpack":
+		return 0, all * 6 * arg(6)
+	case "kv_pack_f32":
+		return 0, all * 8 * arg(6)
+	case "kv_unpack":
 		return 0, all * 8 * arg(5)
 	case "kv_softmax": // two readings; what is written depends on the precision
 		written := 4.
@@ -117,11 +119,16 @@ func traffic(w fakecuda.Work) (flop, bytes float64) {
 		return 0, float64(w.Grid[1]) * 4 * (arg(4) - arg(3)) * arg(7)
 	case "kv_holders": // the row stays in the second level cache
 		return 0, all * 4 * arg(7)
-	case "kv_flash_64", "kv_flash_128":
-		d := 64.
-		if strings.HasSuffix(w.Kernel, "128") {
-			d = 128
+	case "kv_flash_columns_64", "kv_flash_columns_128", "kv_flash_tap_64", "kv_flash_tap_128":
+		d, at, factor := headDim(w.Kernel), 5, 4.
+		if strings.HasPrefix(w.Kernel, "kv_flash_columns") {
+			at, factor = 7, 2
 		}
+		n, heads, kvHeads := arg(at), arg(at+1), arg(at+2)
+		tiles := math.Ceil(n / 64)
+		return factor * d * 64 * 64 * tiles * (tiles + 1) / 2 * heads, 6*n*heads*d + 4*n*kvHeads*d
+	case "kv_flash_64", "kv_flash_128":
+		d := headDim(w.Kernel)
 		n, keys, start, heads, kvHeads, window := arg(5), arg(6), arg(7), arg(8), arg(9), arg(10)
 		pairs := 0.
 		for i := 0.; i < n; i += 64 { // tiles of 64 x 64, of full attention; streaming is counted by flashStreaming
@@ -134,6 +141,13 @@ func traffic(w fakecuda.Work) (flop, bytes float64) {
 		return 4 * d * pairs * heads, 6*n*heads*d + 4*keys*kvHeads*d
 	}
 	panic("no rule for " + w.Kernel)
+}
+
+func headDim(kernel string) float64 {
+	if strings.HasSuffix(kernel, "128") {
+		return 128
+	}
+	return 64
 }
 
 // The time model of docs/gpu.md, from the launches and products that the code makes for one layer, times the layers.

@@ -418,7 +418,7 @@ func (d *device) launchShared(name string, g grid, threads, shared int, args ...
 	if err != nil {
 		return err
 	}
-	if shared > d.granted[f] && shared > 48<<10 { // more must be asked for
+	if shared > d.granted[f] && shared > 47<<10 { // more than 48 KiB, with what a kernel has of its own, must be asked for
 		const maxDynamicShared = 8
 		if err := d.check("cuFuncSetAttribute", d.api.functionAttribute.call(f, maxDynamicShared, uintptr(shared))); err != nil {
 			return err

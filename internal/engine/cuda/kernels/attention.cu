@@ -5,14 +5,14 @@
 
 KV_DEV int key_of(int c, int a, int na, int b) { return c < na ? a + c : b + c - na; }
 
-// dst[head, query, d] = x[row0 + query, (head0 + head) * d ...] * c. blockIdx is (query, head).
-template <typename T> KV_DEV void pack(T *dst, const float *x, int row0, int head0, int width, int d, float c) {
-  const float *from = x + (u64)(row0 + bx()) * width + (head0 + by()) * d;
+// dst[head, query, d] = x[row0 + query * step, (head0 + head) * d ...]. blockIdx is (query, head).
+template <typename T> KV_DEV void pack(T *dst, const float *x, int row0, int step, int head0, int width, int d) {
+  const float *from = x + (u64)(row0 + bx() * step) * width + (head0 + by()) * d;
   T *to = dst + ((u64)by() * nbx() + bx()) * d;
-  for (int j = tid(); j < d; j += ntid()) put(to + j, from[j] * c);
+  for (int j = tid(); j < d; j += ntid()) put(to + j, from[j]);
 }
-KV_KERNEL void kv_pack_f32(float *dst, const float *x, int row0, int head0, int width, int d, float c) { pack(dst, x, row0, head0, width, d, c); }
-KV_KERNEL void kv_pack_bf16(bf16 *dst, const float *x, int row0, int head0, int width, int d, float c) { pack(dst, x, row0, head0, width, d, c); }
+KV_KERNEL void kv_pack_f32(float *dst, const float *x, int row0, int step, int head0, int width, int d) { pack(dst, x, row0, step, head0, width, d); }
+KV_KERNEL void kv_pack_bf16(bf16 *dst, const float *x, int row0, int step, int head0, int width, int d) { pack(dst, x, row0, step, head0, width, d); }
 KV_KERNEL void kv_unpack(float *x, const float *src, int row0, int head0, int width, int d, float c) {
   float *to = x + (u64)(row0 + bx()) * width + (head0 + by()) * d;
   const float *from = src + ((u64)by() * nbx() + bx()) * d;
@@ -71,17 +71,17 @@ KV_KERNEL void kv_softmax_back(float *dp, bf16 *d16, const float *p, int ld, int
   }
 }
 
-// kv_softmax without masks but with what a row tells: keys [first, first + width) are the columns.
+// kv_softmax without masks, of queries step apart, but with what a row tells: keys [first, first + width) are the columns.
 //   rowstats[head, query, 0] = entropy in nats, [1 + x] = mass on the widths[x] latest keys (widths ascend)
 //   top[head, answers]: for a row with answer[query] >= 0, the key of the largest score, the lowest on a tie
 // Rows from `prompt` on have no rowstats. head0 is the tile's first head, n the number of queries in all.
 KV_KERNEL void kv_softmax_tap(float *s, bf16 *p16, float *rowstats, int *top, const int *widths, const int *answer, int nwidths, int answers,
-                              int ld, int width, int rows, int i0, int first, int window, int prompt, int head0, int n) {
+                              int ld, int width, int rows, int i0, int step, int first, int window, int prompt, int head0, int n) {
   KV_SHARED(float, red, 32);
   KV_SHARED(int, redi, 32);
   float *row = s + (u64)bx() * ld;
   bf16 *row16 = p16 ? p16 + (u64)bx() * ld : 0;
-  const int i = i0 + (int)(bx() % (u32)rows), head = head0 + (int)(bx() / (u32)rows);
+  const int i = i0 + (int)(bx() % (u32)rows) * step, head = head0 + (int)(bx() / (u32)rows);
   const int lo = window > 0 ? most(0, i - window + 1) : 0;
   const int from = lo - first, end = i + 1 - first; // visible columns
   float m = -INF, z = 0.f;
