@@ -28,8 +28,11 @@ func llama(layers int) engine.Config {
 		Vocab: 1024, MaxPosition: 131072, NormEps: 1e-5, RoPE: engine.RoPE{Theta: 500000}}
 }
 
-// flat are weights that are all the same small number.
-type flat struct{ c engine.Config }
+// flat are weights that are all about the same small number, or zero.
+type flat struct {
+	c    engine.Config
+	zero bool
+}
 
 func (w flat) Matrix(name string) (engine.Matrix, error) {
 	shapes := map[string][2]int{
@@ -51,7 +54,7 @@ func (w flat) Matrix(name string) (engine.Matrix, error) {
 		return engine.Matrix{}, fmt.Errorf("no tensor %s", name)
 	}
 	data := make([]byte, 2*s[0]*s[1])
-	for i := 0; i < len(data); i += 2 {
+	for i := 0; i < len(data) && !w.zero; i += 2 {
 		data[i], data[i+1] = byte(i>>3), 0x3c // about 0.01
 	}
 	return engine.Matrix{Name: name, Rows: s[0], Cols: s[1], DType: dtype.BF16, Data: data}, nil
@@ -116,7 +119,7 @@ func BenchmarkAttention(bench *testing.B) {
 func BenchmarkLayers(bench *testing.B) {
 	b := benchmarked(bench)
 	ctx, c := context.Background(), llama(4)
-	m, err := engine.New(c, flat{c}, b)
+	m, err := engine.New(c, flat{c: c}, b)
 	if err != nil {
 		bench.Fatal(err)
 	}

@@ -4,7 +4,6 @@ package cuda
 
 import (
 	"context"
-	"fmt"
 	"math"
 	"strings"
 	"testing"
@@ -19,6 +18,7 @@ type cost struct {
 	half, single, fused, bytes float64
 	launches                   int
 	seconds                    float64
+	streaming                  bool // attention is, with 128 first and 256 last tokens
 }
 
 // The machine of the model, an H200: rates of products in bfloat16 by cuBLAS, of those in the fused kernel, of float32, and of memory.
@@ -45,7 +45,7 @@ func (c *cost) add(w fakecuda.Work) {
 			bytes += 4 * m * n * z
 		}
 	} else {
-		flop, bytes = traffic(w)
+		flop, bytes = traffic(w, c.streaming)
 		rate = fusedRate
 		c.fused += flop
 	}
@@ -56,7 +56,7 @@ func (c *cost) add(w fakecuda.Work) {
 
 // traffic is the bytes that a kernel reads and writes, each once, but scores twice where a kernel goes through them twice; of the fused
 // kernel also its products.
-func traffic(w fakecuda.Work) (flop, bytes float64) {
+func traffic(w fakecuda.Work, streaming bool) (flop, bytes float64) {
 	rows, arg := float64(w.Grid[0]), func(i int) float64 { return float64(int32(w.Params[i])) }
 	all := float64(w.Grid[0]) * float64(w.Grid[1])
 	last := float64(w.Params[len(w.Params)-1])
@@ -131,8 +131,11 @@ func traffic(w fakecuda.Work) (flop, bytes float64) {
 		d := headDim(w.Kernel)
 		n, keys, start, heads, kvHeads, window := arg(5), arg(6), arg(7), arg(8), arg(9), arg(10)
 		pairs := 0.
-		for i := 0.; i < n; i += 64 { // tiles of 64 x 64, of full attention; streaming is counted by flashStreaming
+		for i := 0.; i < n; i += 64 { // tiles of 64 x 64
 			seen := min(keys, start+i+64)
+			if streaming {
+				seen = min(seen, 128+256+2*64)
+			}
 			if window > 0 {
 				seen = min(seen, window+64)
 			}
@@ -150,79 +153,113 @@ func headDim(kernel string) float64 {
 	return 64
 }
 
-// The time model of docs/gpu.md, from the launches and products that the code makes for one layer, times the layers.
+// The time model of docs/gpu.md, from the launches and products that the code makes for two layers less those for one. With -v it goes up to
+// 131,072 tokens and prints the table.
 func TestTimeModel(t *testing.T) {
-	ctx := context.Background()
-	small := llama(1)
+	small := llama(0)
 	big := small
 	big.Heads, big.Hidden, big.Intermediate = 64, 8192, 28672
 	lengths := []int{8192}
 	if testing.Verbose() {
 		lengths = append(lengths, 32768, 131072)
 	}
-	var total cost
-	fake := fakecuda.New(fakecuda.Options{Memory: 139 << 30, Trace: func(w fakecuda.Work) { total.add(w) }})
+	t.Log("| model | tokens | forward, s | with statistics, s | distillation step, s | memory beside the weights: forward, GiB | step, GiB |")
+	for _, c := range []struct {
+		name   string
+		cfg    engine.Config
+		layers int
+	}{{"8B", small, 32}, {"70B", big, 80}} {
+		for _, n := range lengths {
+			cfg := c.cfg
+			cfg.Layers = c.layers
+			// Activations that do not fit beside the teacher's and the weights are computed again.
+			kept := cfg.StashBytes(n)
+			again := cfg.TeacherBytes(n)+kept > 100<<30
+			if again {
+				kept = kept/int64(c.layers) + 4*int64(n)*int64(c.layers*cfg.Hidden)
+			}
+			one, two := modelled(t, c.cfg, 1, n, again), modelled(t, c.cfg, 2, n, again)
+			all := func(x func(r *record) float64) float64 { return x(&one) + float64(c.layers-1)*(x(&two)-x(&one)) }
+			forward := all(func(r *record) float64 { return r.forward.seconds })
+			step := forward + all(func(r *record) float64 { return r.step.seconds })
+			const gib = 1 << 30
+			t.Logf("| %s | %d | %.2f | %.2f | %.2f | %.1f | %.1f |", c.name, n, forward, all(func(r *record) float64 { return r.statistics.seconds }), step,
+				float64(one.peak)/gib, float64(one.peak+cfg.TeacherBytes(n)+kept)/gib)
+			// What the products need is known.
+			layer := float64(cfg.Hidden*(2*cfg.QueryWidth()+2*cfg.KVWidth()) + 3*cfg.Hidden*cfg.Intermediate)
+			if got, want := two.forward.half-one.forward.half, 2*float64(n)*layer; math.Abs(got-want) > 1e-6*want {
+				t.Errorf("%s: %g FLOP a layer in products with weights, want %g", c.name, got, want)
+			}
+			if got, causal := two.forward.fused-one.forward.fused, 2*float64(n)*float64(n)*float64(cfg.QueryWidth()); got < causal || got > 1.1*causal {
+				t.Errorf("%s: %g FLOP a layer in attention, %g are needed", c.name, got, causal)
+			}
+			// The gradient of a layer's products with weights is as much as they are; attention is streaming, and computed thrice.
+			if got, products := two.step.half-one.step.half, 4*float64(n)*layer; !again && (got < products || got > 1.15*products) {
+				t.Errorf("%s: %g FLOP a layer in a step, %g are in products with weights", c.name, got, products)
+			}
+		}
+	}
+}
+
+// record is what a model of a few layers takes.
+type record struct {
+	forward, statistics, step cost
+	peak                      int64 // of a forward pass beside the weights, bytes
+}
+
+// modelled runs a model without computing anything.
+func modelled(t *testing.T, cfg engine.Config, layers, n int, again bool) (r record) {
+	ctx := context.Background()
+	cfg.Layers = layers
+	var now cost
+	fake := fakecuda.New(fakecuda.Options{Memory: 1 << 42, Trace: func(w fakecuda.Work) { now.add(w) }})
 	b, err := New(Options{Precision: "bf16", Symbols: resolver(fake), Segment: -1})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer b.Close()
-	for _, c := range []struct {
-		name   string
-		cfg    engine.Config
-		layers float64
-	}{{"8B", small, 32}, {"70B", big, 80}} {
-		m, err := engine.New(c.cfg, flat{c.cfg}, b)
-		if err != nil {
+	m, err := engine.New(cfg, flat{cfg, true}, b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	weights, _ := b.Memory()
+	tokens := make([]int32, n)
+	measure := func(to *cost, streaming bool, f func() error) {
+		t.Helper()
+		now = cost{streaming: streaming}
+		if err := f(); err != nil {
 			t.Fatal(err)
 		}
-		for _, n := range lengths {
-			tokens := make([]int32, n)
-			measure := func(what string, f func() error) cost {
-				total = cost{}
-				if err := f(); err != nil {
-					t.Fatal(err)
-				}
-				got := total
-				_, peak := b.Memory()
-				t.Logf("%s %s at %d tokens, a layer: %.3g FLOP by cuBLAS, %.3g fused, %.3g bytes, %d launches, %.3g s; all layers %.3g s; %.1f GiB at once",
-					c.name, what, n, got.half+got.single, got.fused, got.bytes, got.launches, got.seconds, got.seconds*c.layers, float64(peak)/(1<<30))
-				return got
-			}
-			plain := measure("forward", func() error { return m.Forward(ctx, &engine.Sequence{Tokens: tokens}) })
-			measure("forward with statistics", func() error {
-				return m.Forward(ctx, &engine.Sequence{Tokens: tokens, Tap: func(int) *engine.Tap { return statistics(n) }})
-			})
-			// What the products with weights take is known.
-			cfg := c.cfg
-			weights := cfg.Hidden*(2*cfg.QueryWidth()+2*cfg.KVWidth()) + 3*cfg.Hidden*cfg.Intermediate
-			if want := 2 * float64(n) * float64(weights); math.Abs(plain.half-want) > 1e-6*want {
-				t.Errorf("%s: %g FLOP in products with weights, want %g", c.name, plain.half, want)
-			}
-			if causal := 2 * float64(n) * float64(n) * float64(cfg.QueryWidth()); plain.fused < causal || plain.fused > 1.1*causal {
-				t.Errorf("%s: %g FLOP in attention, %g are needed", c.name, plain.fused, causal)
-			}
-			teacher, err := m.Teach(ctx, tokens)
-			if err != nil {
-				t.Fatal(err)
-			}
-			gates := [][]float64{make([]float64, cfg.KVHeads)}
-			step := measure("student, forward and backward", func() error {
-				s, err := m.Study(ctx, tokens, teacher, gates, engine.Mask{Sink: 128, Recent: 256}, []int{n - 1}, 1<<50)
-				if err != nil {
-					return err
-				}
-				defer s.Free()
-				_, err = s.Backward(ctx, 1)
-				return err
-			})
-			teacher.Free()
-			if step.seconds <= 0 {
-				t.Error("the student takes no time")
-			}
-			t.Log(fmt.Sprintf("%s at %d tokens: teacher %.1f GiB, stash %.1f GiB for all layers", c.name, n,
-				c.layers*float64(cfg.TeacherBytes(n))/(1<<30), c.layers*float64(cfg.StashBytes(n))/(1<<30)))
-		}
-		m.Close()
+		*to = now
 	}
+	measure(&r.forward, false, func() error { return m.Forward(ctx, &engine.Sequence{Tokens: tokens}) })
+	_, peak := b.Memory()
+	r.peak = peak - weights
+	measure(&r.statistics, false, func() error {
+		return m.Forward(ctx, &engine.Sequence{Tokens: tokens, Tap: func(int) *engine.Tap { return statistics(n) }})
+	})
+	teacher, err := m.Teach(ctx, tokens)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer teacher.Free()
+	gates := make([][]float64, layers)
+	for l := range gates {
+		gates[l] = make([]float64, cfg.KVHeads)
+	}
+	limit := int64(math.MaxInt64)
+	if again {
+		limit = 0
+	}
+	measure(&r.step, true, func() error {
+		s, err := m.Study(ctx, tokens, teacher, gates, engine.Mask{Sink: 128, Recent: 256}, []int{n - 1}, limit)
+		if err != nil {
+			return err
+		}
+		defer s.Free()
+		_, err = s.Backward(ctx, 1)
+		return err
+	})
+	return r
 }
