@@ -243,8 +243,15 @@ func (b *builder) frameTokens(q *quiz) (head, tail []piece) {
 		}
 		texts = append(texts,
 			part{SpanQuestion, k, q.questions[k]},
-			part{SpanChat, 0, b.frame[turn+2*k+1]},
-			part{SpanAnswer, k, q.answers[k]})
+			part{SpanChat, 0, b.frame[turn+2*k+1]})
+		answer := q.answers[k]
+		if q.begin != "" {
+			texts = append(texts, part{SpanInstruction, 0, q.begin})
+			if !strings.HasSuffix(q.begin, `"`) {
+				answer = " " + answer
+			}
+		}
+		texts = append(texts, part{SpanAnswer, k, answer})
 	}
 	tail, _ = b.encode(texts, false)
 	return head, tail

@@ -30,7 +30,8 @@ const (
 	// SpanChat is text of the chat template (role headers, end-of-turn marks, a
 	// default system prompt), or the labels of the plain format.
 	SpanChat SpanKind = "chat"
-	// SpanInstruction is the task's fixed text around the haystack.
+	// SpanInstruction is the task's fixed text around the haystack, and what the
+	// answer begins with where that is part of the prompt.
 	SpanInstruction SpanKind = "instruction"
 	// SpanHaystack is a stretch of filler between needles.
 	SpanHaystack SpanKind = "haystack"

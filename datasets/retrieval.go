@@ -27,7 +27,9 @@ const None = -1
 
 // TaskOptions describes a dataset of an evaluation task: one question per sample.
 // The retrieval tasks are those of RULER (Hsieh et al. 2024), TaskUUID is that of
-// Liu et al. 2023.
+// Liu et al. 2023. As in RULER the prompt ends with the words that the answer
+// begins with ("The special magic number for Lisbon mentioned in the text is:"), so
+// that a model that repeats the question does not use up the tokens it is given.
 type TaskOptions struct {
 	// Task is one of TaskMultiKey, TaskMultiValue, TaskMultiQuery, TaskVariables,
 	// TaskUUID, TaskDormant and TaskText.
@@ -328,18 +330,10 @@ func (v Value) noun() string {
 	return "number"
 }
 
-const textEnds = "\n\nThe text ends here. "
+const textEnds = "\n\nThe text ends here.\n\n"
 
 func magicIntro(v Value) string {
 	return "Read the text below with care. Some special magic " + v.noun() + "s are hidden in it. Remember them; you will be asked for them afterwards.\n\n"
-}
-
-func answerWithOne(v Value) string {
-	return textEnds + "Answer with the " + v.noun() + " and nothing else.\n\n"
-}
-
-func answerWithAll(v Value) string {
-	return textEnds + "Answer with the " + v.noun() + "s, separated by commas, and nothing else.\n\n"
 }
 
 func magicNeedle(v Value, city, value string) string {
@@ -348,6 +342,14 @@ func magicNeedle(v Value, city, value string) string {
 
 func magicQuestion(v Value, city string) string {
 	return "What is the special magic " + v.noun() + " for " + city + " mentioned in the text?"
+}
+
+func magicAnswer(v Value, city string) string {
+	return "The special magic " + v.noun() + " for " + city + " mentioned in the text is:"
+}
+
+func magicAnswers(v Value, cities string) string {
+	return "The special magic " + v.noun() + "s for " + cities + " mentioned in the text are:"
 }
 
 // byDepth sorts inserts, the first of equals first.
@@ -389,9 +391,10 @@ func (m *maker) multiKey(r *rand.Rand, depth float64) (*quiz, error) {
 	v := m.o.Value
 	q := &quiz{
 		intro:     magicIntro(v),
-		outro:     answerWithOne(v),
+		outro:     textEnds,
 		inserts:   []insert{{kind: SpanNeedle, text: magicNeedle(v, cities[0], values[0]), depth: depth}},
 		questions: []string{magicQuestion(v, cities[0])},
+		begin:     magicAnswer(v, cities[0]),
 		answers:   values[:1],
 		expected:  values[:1],
 	}
@@ -410,8 +413,9 @@ func (m *maker) multiValue(r *rand.Rand, _ float64) (*quiz, error) {
 	v := m.o.Value
 	q := &quiz{
 		intro:     magicIntro(v),
-		outro:     answerWithAll(v),
+		outro:     textEnds,
 		questions: []string{"What are all the special magic " + v.noun() + "s for " + cities[0] + " mentioned in the text?"},
+		begin:     magicAnswers(v, cities[0]),
 		answers:   []string{strings.Join(values[:n], ", ")},
 		expected:  values[:n],
 	}
@@ -433,7 +437,7 @@ func (m *maker) multiQuery(r *rand.Rand, _ float64) (*quiz, error) {
 		return nil, err
 	}
 	v := m.o.Value
-	q := &quiz{intro: magicIntro(v), outro: answerWithAll(v), expected: values[:n]}
+	q := &quiz{intro: magicIntro(v), outro: textEnds, expected: values[:n]}
 	for i, depth := range sortedDepths(r, n) {
 		q.inserts = append(q.inserts, insert{kind: SpanNeedle, text: magicNeedle(v, cities[i], values[i]), depth: depth})
 	}
@@ -442,8 +446,9 @@ func (m *maker) multiQuery(r *rand.Rand, _ float64) (*quiz, error) {
 		askedCities, askedValues = append(askedCities, cities[i]), append(askedValues, values[i])
 	}
 	question := "What are the special magic " + v.noun() + "s for " + enumerate(askedCities) + " mentioned in the text?"
+	q.begin = magicAnswers(v, enumerate(askedCities))
 	if n == 1 {
-		question = magicQuestion(v, askedCities[0])
+		question, q.begin = magicQuestion(v, askedCities[0]), magicAnswer(v, askedCities[0])
 	}
 	q.questions, q.answers = []string{question}, []string{strings.Join(askedValues, ", ")}
 	m.distract(q, r, cities[n:], values[n:])
@@ -509,8 +514,9 @@ func (m *maker) variables(r *rand.Rand, _ float64) (*quiz, error) {
 	r.Shuffle(len(turns), func(i, j int) { turns[i], turns[j] = turns[j], turns[i] })
 	q := &quiz{
 		intro:     "Read the text below with care. Assignments of variables are hidden in it. Remember them; you will be asked for them afterwards.\n\n",
-		outro:     textEnds + "Answer with the names of the variables, separated by commas, and nothing else.\n\n",
+		outro:     textEnds,
 		questions: []string{"Which variables have the value " + values[0] + ", directly or by way of other variables?"},
+		begin:     "The variables that have the value " + values[0] + " are:",
 		answers:   []string{strings.Join(names[0], ", ")},
 		expected:  names[0],
 	}
@@ -542,9 +548,10 @@ func (m *maker) uuid(r *rand.Rand, depth float64) (*quiz, error) {
 	m.b.haystack = pairs{b: m.b, value: m.o.Value, digits: m.o.Digits, asked: values[0]}
 	return &quiz{
 		intro:     "Read the JSON object below with care. You will be asked for the value of one of its keys afterwards.\n\n{\n",
-		outro:     "\"end\": true\n}\n\nThe object ends here. Answer with the value and nothing else.\n\n",
+		outro:     "\"end\": true\n}\n\nThe object ends here.\n\n",
 		inserts:   []insert{{kind: SpanNeedle, text: pairLine(key, values[0]), depth: depth}},
 		questions: []string{"What is the value of the key \"" + key + "\"?"},
+		begin:     "The value of this key is \"",
 		answers:   values,
 		expected:  values,
 		lines:     true,
@@ -588,10 +595,11 @@ func (m *maker) dormant(r *rand.Rand, depth float64) (*quiz, error) {
 		thing, secret = "the constant MAX_ROWS of the "+cities[0]+" database", numbers[0]
 	}
 	q := &quiz{
-		intro:     "Read the text below. Questions are asked in between and at its end; answer them with the value and nothing else.\n\n",
+		intro:     "Read the text below. Questions are asked in between and at its end.\n\n",
 		outro:     textEnds + "One more question.\n\n",
 		inserts:   []insert{{kind: SpanNeedle, text: "Incidentally, " + thing + " is " + secret + ".", depth: depth, early: true}},
 		questions: []string{"What is " + thing + "?"},
+		begin:     "The" + strings.TrimPrefix(thing, "the") + " is",
 		answers:   []string{secret},
 		expected:  []string{secret},
 	}
@@ -602,7 +610,8 @@ func (m *maker) dormant(r *rand.Rand, depth float64) (*quiz, error) {
 		stated := 0.12 + float64((asked-0.12)*r.Float64())
 		q.inserts = append(q.inserts,
 			insert{kind: SpanDistractor, text: magicNeedle(ValueNumber, city, numbers[1+i]), depth: stated},
-			insert{kind: SpanDialog, question: magicQuestion(ValueNumber, city), answer: numbers[1+i], depth: asked})
+			insert{kind: SpanDialog, depth: asked,
+				question: magicQuestion(ValueNumber, city), answer: magicAnswer(ValueNumber, city) + " " + numbers[1+i] + "."})
 	}
 	byDepth(q.inserts)
 	return q, nil

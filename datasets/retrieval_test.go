@@ -31,7 +31,7 @@ func asked() []string {
 }
 
 var (
-	magicSaid   = regexp.MustCompile(`pecial magic (?:number|word)s? for ([A-Z]\w+) is: (\w+)\.`)
+	magicSaid   = regexp.MustCompile(`pecial magic (?:number|word)s? for ([A-Z]\w+) is: (\w+)\.`) // not "mentioned in the text is: 7."
 	magicAsked  = regexp.MustCompile(`What (?:is|are|are all) the special magic (?:number|word)s? for (.+?) mentioned in the text\?`)
 	assignment  = regexp.MustCompile(`VAR (\w+) = (VAR )?(\w+)\.`)
 	valueAsked  = regexp.MustCompile(`Which variables have the value (\w+)`)
@@ -112,8 +112,8 @@ func TestTasksAreWhatTheySay(t *testing.T) {
 			for _, value := range []Value{"", ValueNumber, ValueWord} {
 				t.Run(name+"/"+task+"/"+string(value), func(t *testing.T) {
 					lengths := []int{700, 701, 1500}
-					d := mustBuild(t, f.tok, f.chat, TaskOptions{Task: task, Lengths: lengths, Count: 9, Value: value, Seed: 5})
-					if len(d.Samples) != 9 {
+					d := mustBuild(t, f.tok, f.chat, TaskOptions{Task: task, Lengths: lengths, Count: 6, Value: value, Seed: 5})
+					if len(d.Samples) != 6 {
 						t.Fatalf("%d samples", len(d.Samples))
 					}
 					for i := range d.Samples {
@@ -142,6 +142,9 @@ func checkSample(t *testing.T, tok Tokenizer, s *Sample, value Value) {
 	}
 	answer := strings.TrimSpace(tok.Decode(gold))
 	text := tok.Decode(prompt)
+	if last := s.Spans[len(s.Spans)-2]; last.Kind != SpanInstruction || !regexp.MustCompile(`^ ?The .* (is:?|are:|is ")$`).MatchString(spanText(tok, s, last)) {
+		t.Errorf("the answer begins with %q", spanText(tok, s, last))
+	}
 	if got := solve(t, s.Task, text); got != answer {
 		t.Errorf("sample %d: the text says %q, the gold answer is %q", s.ID, got, answer)
 	}
@@ -262,7 +265,7 @@ func TestDormant(t *testing.T) {
 			dialogs := s.Find(SpanDialog)
 			for k := 0; k < len(dialogs); k += 2 {
 				q, a := dialogs[k], dialogs[k+1]
-				if got := strings.TrimSpace(spanText(tok, s, a)); q.Start < needle.End || got != solve(t, TaskMultiKey, tok.Decode(s.Tokens[:q.End])) {
+				if got := strings.TrimSpace(spanText(tok, s, a)); q.Start < needle.End || !strings.HasSuffix(got, ": "+solve(t, TaskMultiKey, tok.Decode(s.Tokens[:q.End]))+".") {
 					t.Errorf("sample %d: %q is answered by %q", i, spanText(tok, s, q), got)
 				}
 			}
@@ -284,7 +287,9 @@ func TestDormant(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				if got := tok.Decode(s.Tokens[:s.PromptLen()]); got != strings.TrimSuffix(want, " ") {
+				// The prompt goes on with the answer's begin.
+				begin := "The" + strings.TrimPrefix(thing, "the") + " is"
+				if got := tok.Decode(s.Tokens[:s.PromptLen()]); got != want+begin {
 					t.Errorf("sample %d is\n%q\nthe template writes\n%q", i, got, want)
 				}
 			}
@@ -432,7 +437,7 @@ func TestTaskMinimumLength(t *testing.T) {
 					t.Fatalf("%s: got %v, want a LengthError", task, err)
 				}
 				// Sample 0 has the smallest length; the others say their own.
-				for n := range 40 {
+				for n := range 24 {
 					o.Lengths = []int{le.Minimum + n}
 					d := mustBuild(t, tok, chat, o)
 					if s := d.Samples[0]; len(s.Tokens) != le.Minimum+n {
@@ -453,12 +458,12 @@ func TestTaskMinimumLength(t *testing.T) {
 func TestTaskDeterminism(t *testing.T) {
 	// A change of these is a change of everybody's datasets: say so in the change log.
 	golden := map[string]string{
-		TaskMultiKey:   "a5792979b279edfcc096b180768a22c7e2d4d6d5b754c755472f5a84ecc33b64",
-		TaskMultiValue: "c3cc8318aee3afaa95920877b9f1fa441e8436ba335a351274dd569b34886ab1",
-		TaskMultiQuery: "15d6759b1c181e23d924b20873ddd99316d32a88029607e9fcfb556c7d743d9e",
-		TaskVariables:  "11d89f93fc65d3803f92b9becae977c2566fb6d680a85fda1d56d46160ff7670",
-		TaskUUID:       "b87343dcdbb1a3dd99f930d4157f0fcaab3bc8a4bcccf9e3eaa7135f5f505f70",
-		TaskDormant:    "921bd6ae1dac00820c21ea5cbf1501e86be3c9e35dabe8cd79fe740b364a1228",
+		TaskMultiKey:   "5f5ba6af85e320a99011881ef1316403079a4932604a9780da5756d165748df2",
+		TaskMultiValue: "80f88bee02006231f16e5f51e999e6921c345d1aa6527a5f86f6c7ea5eb79e31",
+		TaskMultiQuery: "a0f742811c1b323b3bc096b6881981ff3224665a8e55045c69277dd065b6d769",
+		TaskVariables:  "f8c51bef88cb2179e2dfec328dca0de4db2c541049a67e06b1a8c2fc1d2502f9",
+		TaskUUID:       "5a56a8c86154a3bf135b769afd3219744c9c5f8afa05e63812dfa3a9d05e90cc",
+		TaskDormant:    "7e78e72df6e3be8daedfb1d613f0e13f1dd49dbf8688640e24bb91bbf9cd141d",
 		TaskText:       "8223b0750a613360be5f00f0fffb0cbf5628d9859481f91c0755e7708a529b24",
 	}
 	for _, task := range Tasks() {

@@ -261,7 +261,7 @@ func NeedleGrid(tok Tokenizer, chat Chat, o GridOptions) (*Dataset, error) {
 				}
 				s, err := b.sample(id, length, false, &quiz{
 					intro:     magicIntro(o.Value),
-					outro:     answerWithOne(o.Value),
+					outro:     "\n\nThe text ends here. Answer with the " + o.Value.noun() + " and nothing else.\n\n",
 					inserts:   []insert{{kind: SpanNeedle, text: magicNeedle(o.Value, city, value[0]), depth: depth}},
 					questions: []string{magicQuestion(o.Value, city)},
 					answers:   value,
@@ -325,6 +325,7 @@ type quiz struct {
 	intro, outro       string
 	inserts            []insert // by rising depth
 	questions, answers []string
+	begin              string   // of every answer, as part of the prompt: not in answers
 	expected           []string // per needle, in the order of the inserts
 	lines              bool     // the haystack is of lines, not of paragraphs
 }

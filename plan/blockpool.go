@@ -2,6 +2,7 @@ package plan
 
 import (
 	"fmt"
+	"slices"
 	"sync"
 )
 
@@ -45,6 +46,7 @@ func (p *BlockPool) take(ids []int32, n int) ([]int32, error) {
 	}
 	p.inUse += n
 	p.peak = max(p.peak, p.inUse)
+	ids = slices.Grow(ids, n)
 	for ; n > 0; n-- {
 		if last := len(p.free) - 1; last >= 0 {
 			ids = append(ids, p.free[last])

@@ -1,7 +1,9 @@
 package plan
 
 import (
+	"encoding/json"
 	"errors"
+	"fmt"
 	"reflect"
 	"slices"
 )
@@ -144,10 +146,14 @@ func (d *Diff) members(a, b *Plan) {
 	}
 }
 
-// showList writes a list that is left out when it is empty.
+// showList writes a list that is left out when it is empty, in full: long lists may differ at their ends.
 func showList[T any](list []T) string {
 	if len(list) == 0 {
 		return "none"
 	}
-	return show(list)
+	b, err := json.Marshal(list)
+	if err != nil {
+		return fmt.Sprint(list)
+	}
+	return string(b)
 }

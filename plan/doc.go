@@ -2,7 +2,8 @@
 // which entries of its KV cache are kept.
 //
 // A server calls [Load] once with the values of its own model, and then asks the plan what it needs to lay out its
-// cache: [Plan.PolicyOf], [Plan.Keep], [Plan.Slot], [Plan.Usage]. The package imports the standard library only.
+// cache: [Plan.PolicyOf], [Plan.Keep], [Plan.Slot], [Plan.Usage]. [Plan.NewKVCache] carries the plan out: it keeps the
+// books of a request's cache while tokens come and go. The package imports the standard library only.
 //
 // A plan is a JSON document. docs/plan.md specifies every member; the schema package holds its JSON Schema. Readers of
 // version 1 refuse what they do not know: another version ([ErrVersion]), another kind of policy ([ErrKind]), and

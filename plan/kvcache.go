@@ -73,7 +73,7 @@ type Telemetry struct {
 	BlocksTaken int64
 	BlocksFreed int64
 	Moves       int64         // tokens that EndPrompt moved
-	Busy        time.Duration // spent deciding and keeping the books
+	Busy        time.Duration // spent deciding; without Append where the policy does not go by attention
 }
 
 // NewKVCache returns an empty cache for one sequence. The plan must not change while it is in use. The error is for a
@@ -377,6 +377,9 @@ func (h *HeadCache) Prefill(n int, a Attention) error {
 	}
 	h.n, h.done = n, true
 	scoring := h.scoring()
+	if len(slots) > 0 {
+		h.grow(slices.Max(slots))
+	}
 	for i, s := range slots {
 		h.occupy(s, held[i])
 		if scoring {
@@ -566,6 +569,9 @@ func (h *HeadCache) Append() (slot int, err error) {
 	if err := h.usable(); err != nil {
 		return 0, err
 	}
+	if h.mode != heavy && h.mode != lattice {
+		return h.append() // takes less time than reading the clock
+	}
 	start := time.Now()
 	slot, err = h.append()
 	h.cache.telemetry.Busy += time.Since(start)
@@ -731,11 +737,8 @@ func (h *HeadCache) leaveLattice(q FastGen) error {
 			h.scratch, h.scratchSlot = append(h.scratch, h.score[s]), append(h.scratchSlot, s)
 		}
 	}
-	frequent := ceilOf(q.FrequentRatio, n)
-	if !class(h.n) {
-		h.scratch = append(h.scratch, 0) // nothing has attended to the new token
-	}
-	if len(h.scratch) > frequent {
+	// Nothing has attended to the new token, so it takes no other's place among them.
+	if frequent := ceilOf(q.FrequentRatio, n); len(h.scratch) > frequent {
 		if h.stale {
 			return h.unobserved()
 		}
@@ -823,8 +826,9 @@ func (h *HeadCache) Observe(attention [][]float32) {
 
 // EndPrompt says that the last token of a prompt that came by Append has been processed. What the policy does not keep
 // of it leaves, and unless the cache is scattered the rest closes up into as few blocks as [Plan.Usage] says: the moves
-// are to be made, in any order, before anything is written to the cache. Where the policy goes by the attention of all
-// queries and that was observed after each token, Total may be left empty.
+// are to be made, in any order and with the block table of before for where they come from, before anything else is
+// written to blocks of the pool: some of them are free again. Where the policy goes by the attention of all queries and
+// that was observed after each token, Total may be left empty.
 //
 // On a layer with a sliding window, tokens that it passed are gone by then, the policy's sinks too.
 func (h *HeadCache) EndPrompt(a Attention) ([]Move, error) {
@@ -956,19 +960,23 @@ func (h *HeadCache) closeUp(targets []int) []Move {
 
 // grow makes the books long enough for a slot.
 func (h *HeadCache) grow(slot int) {
-	for len(h.positions) <= slot {
-		size := h.table.size
-		h.used = append(h.used, 0)
-		for range size {
-			h.positions = append(h.positions, -1)
-		}
-		h.prev, h.next, h.flags = longer(h.prev, size), longer(h.next, size), longer(h.flags, size)
-		if h.scoring() {
-			h.score = longer(h.score, size)
-		}
+	more := (slot/h.table.size+1)*h.table.size - len(h.positions)
+	if more <= 0 {
+		return
 	}
+	h.positions = longer(h.positions, more)
+	for i := len(h.positions) - more; i < len(h.positions); i++ {
+		h.positions[i] = -1
+	}
+	h.prev, h.next, h.flags = longer(h.prev, more), longer(h.next, more), longer(h.flags, more)
+	if h.scoring() {
+		h.score = longer(h.score, more)
+	}
+	h.used = longer(h.used, more/h.table.size)
+	clear(h.used[len(h.used)-more/h.table.size:])
 }
 
+// longer extends a slice; what is in the new part is not defined.
 func longer[T any](s []T, n int) []T {
 	s = slices.Grow(s, n)
 	return s[:len(s)+n]

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"reflect"
 	"slices"
 	"sort"
 	"testing"
@@ -355,6 +356,13 @@ func newWorld(r *rand.Rand) *world {
 		}
 		p.Layers = append(p.Layers, row)
 	}
+	// Windows about as large as a policy are where layouts change.
+	for l, w := range p.Model.SlidingWindow {
+		if w > 0 && r.IntN(2) == 0 {
+			size := p.Cache.Kept(p.Policies[p.Layers[l][0]], At{PromptTokens: 1 << 20}).Tokens
+			p.Model.SlidingWindow[l] = max(1, min(size, 100)+r.IntN(3)-1)
+		}
+	}
 	var pins []int
 	if r.IntN(2) == 0 {
 		p.Pins = []Pin{{Pattern: "x", MaxTokens: 1 + r.IntN(20), Overflow: DropOldest}}
@@ -564,10 +572,25 @@ func (w *world) compare(generated int) error {
 	return nil
 }
 
+// snapshot copies what the heads say.
+func snapshot(c *KVCache) [][]int32 {
+	var all [][]int32
+	for l := range c.heads {
+		for k := range c.heads[l] {
+			h := c.Head(l, k)
+			all = append(all, slices.Clone(h.Positions()), slices.Clone(h.Blocks()), slices.Clone(h.Rotary()))
+			for _, in := range h.Spans() {
+				all = append(all, []int32{int32(in.From), int32(in.To)})
+			}
+		}
+	}
+	return all
+}
+
 // What the cache holds is at every step what a naive model holds and what the plan counts, for random plans, windows,
 // block sizes, pins and ways to bring the prompt in.
 func TestKVCacheAgainstReference(t *testing.T) {
-	rounds := 2000
+	rounds := 1500
 	if testing.Short() {
 		rounds = 500
 	}
@@ -588,6 +611,14 @@ func TestKVCacheAgainstReference(t *testing.T) {
 				err = fmt.Errorf("%d bytes in the prefill, counted are %+v", peak, w.plan.Usage(Request{PromptTokens: w.prompt}))
 			}
 		}
+		// A clone goes on as the cache would have, and leaves it as it was.
+		first, pool := w.cache, w.pool
+		var before [][]int32
+		if err == nil && r.IntN(3) == 0 {
+			w.pool = pool.Clone()
+			w.cache = first.Clone(w.pool)
+			before = snapshot(first)
+		}
 		for g := 1; g <= 40 && err == nil; g++ {
 			w.classes = append(w.classes, classesOf(r, 1)...)
 			w.cache.AppendClasses(w.classes[len(w.classes)-1])
@@ -607,6 +638,9 @@ func TestKVCacheAgainstReference(t *testing.T) {
 			worst++
 		}
 		w.cache.Release()
+		if before != nil && (!reflect.DeepEqual(snapshot(first), before) || int64(pool.InUse()) != first.Usage().Blocks) {
+			t.Fatalf("round %d: a clone changed what it was made from", round)
+		}
 		if u := w.cache.Usage(); w.pool.InUse() != 0 || u.Blocks != 0 || u.Tokens != 0 || u.Bytes != 0 {
 			t.Fatalf("round %d: after release %d blocks are in use, %+v", round, w.pool.InUse(), u)
 		}

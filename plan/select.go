@@ -46,10 +46,9 @@ func (q TopK) selectFrom(low, n int, votes [][]float32) []int {
 		return span(low, n)
 	}
 	prefix := n - min(max(q.ObservationWindow, 0), n)
-	sinks := min(max(q.SinkTokens, low), prefix)
-	kept := span(low, max(sinks, low))
+	first := max(min(q.SinkTokens, prefix), low)
+	kept := span(low, first)
 	count := max(budget-len(kept)-(n-max(prefix, low)), 0)
-	first := max(sinks, low)
 	if q.Aggregate == AggregateUnion {
 		kept = append(kept, q.union(first, prefix, count, votes)...)
 	} else {

@@ -91,6 +91,8 @@ func (a *app) compileCommand() *cobra.Command {
 	var flags compileFlags
 	var given compileInputs
 	var method string
+	var search searchFlags
+	var evidence []string
 	c := &cobra.Command{
 		Use:   "compile RUN",
 		Short: "Make a cache plan from the scores and a budget",
@@ -103,7 +105,11 @@ top-k with the budget of its layer. tau and the budgets are searched until the b
 that are kept meet --budget, or the smallest plan reaches --recovery.
 
 --method makes the plan of one published method in its place, of at most --budget:
-` + methodList(),
+` + methodList() + `
+  auto           the best plan that a search finds by running the model: of at most --budget,
+                 or the smallest whose measured --retention clears what is asked for
+
+--evidence adds the results of eval to the plan that they are about.`,
 		Example: `  kvprofile compile out/model
   kvprofile compile out/model --budget 0.25 -o plan25.json
   kvprofile compile out/model --method snapkv --budget 0.25 -o snapkv25.json
@@ -114,8 +120,14 @@ that are kept meet --budget, or the smallest plan reaches --recovery.
 			if err != nil {
 				return err
 			}
-			if _, ok := compile.Describe(method); !ok {
-				return usagef("--method %q is none of %s", method, strings.Join(compile.Methods(), ", "))
+			if len(evidence) > 0 {
+				return a.addEvidence(args, evidence)
+			}
+			if _, ok := compile.Describe(method); !ok && method != methodAuto {
+				return usagef("--method %q is none of %s, %s", method, strings.Join(compile.Methods(), ", "), methodAuto)
+			}
+			if err := search.check(method, &flags); err != nil {
+				return err
 			}
 			if method != compile.MethodRecipe && (o.Recovery > 0 || o.RatioBudgets) {
 				return usagef("--recovery and --topk-ratio need --method %s", compile.MethodRecipe)
@@ -144,7 +156,9 @@ that are kept meet --budget, or the smallest plan reaches --recovery.
 				return a.ui.Printf("would write %s\n", path)
 			}
 			var p *plan.Plan
-			if method == compile.MethodRecipe {
+			if method == methodAuto {
+				p, err = a.search(cmd.Context(), in, path, &search, flags.method(o))
+			} else if method == compile.MethodRecipe {
 				var r *compile.Result
 				if r, err = a.compile(in, path, o); err == nil {
 					p = r.Plan
@@ -165,6 +179,8 @@ that are kept meet --budget, or the smallest plan reaches --recovery.
 	f.SortFlags = false
 	flags.add(f)
 	f.StringVar(&method, "method", compile.MethodRecipe, "method to make a plan of, one of those above")
+	search.add(f)
+	f.StringSliceVar(&evidence, "evidence", nil, "results of eval to add to the plan RUN/plan.json, or to the plan named in place of RUN")
 	f.StringVar(&given.model, "model", "", "model.json of a run folder, or the model itself")
 	f.StringVar(&given.record, "record", "", "attention record")
 	f.StringVar(&given.gates, "gates", "", "folder with gates, trained here or published by DuoAttention's authors")

@@ -101,7 +101,8 @@ func (a *app) showDiff(d *plan.Diff) error {
 		return a.ui.Printf("the plans mean the same: %d KV heads\n", d.KVHeads)
 	}
 	for _, m := range d.Members {
-		if err := a.ui.Printf("%s: %s, then %s\n", m.Pointer, m.A, m.B); err != nil {
+		was, is := excerpts(m.A, m.B)
+		if err := a.ui.Printf("%s: %s, then %s\n", m.Pointer, was, is); err != nil {
 			return err
 		}
 	}
@@ -132,6 +133,30 @@ func (a *app) showDiff(d *plan.Diff) error {
 		return err
 	}
 	return t.Render(a.ui.Out())
+}
+
+// excerpts shortens two long texts to where they begin to differ.
+func excerpts(a, b string) (string, string) {
+	const width, before = 80, 20
+	if len(a) <= width && len(b) <= width {
+		return a, b
+	}
+	from := 0
+	for from < min(len(a), len(b)) && a[from] == b[from] {
+		from++
+	}
+	from = max(from-before, 0)
+	cut := func(s string) string {
+		text := s[from:]
+		if from > 0 {
+			text = "..." + text
+		}
+		if len(text) > width {
+			text = text[:width] + "..."
+		}
+		return strings.ToValidUTF8(text, "")
+	}
+	return cut(a), cut(b)
 }
 
 func lengthOf(t plan.TotalDiff) string {

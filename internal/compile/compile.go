@@ -155,6 +155,15 @@ func (o Options) check() error {
 //
 // Errors: *OptionError, *MismatchError, those of the record.
 func Compile(in Inputs, o Options) (*Result, error) {
+	c, err := newCompiler(in, o)
+	if err != nil {
+		return nil, err
+	}
+	return c.compile()
+}
+
+// newCompiler checks the inputs and works out what does not depend on the request.
+func newCompiler(in Inputs, o Options) (*compiler, error) {
 	if err := o.check(); err != nil {
 		return nil, err
 	}
@@ -163,10 +172,7 @@ func Compile(in Inputs, o Options) (*Result, error) {
 		return nil, err
 	}
 	c := &compiler{in: in, o: o, meta: in.Record.Meta(), record: digest}
-	if err := c.prepare(); err != nil {
-		return nil, err
-	}
-	return c.compile()
+	return c, c.prepare()
 }
 
 // check reports inputs that do not belong together, and returns the record's digest.

@@ -59,8 +59,14 @@ func (x *layout) target(budget float64) int {
 }
 
 // share divides blocks among heads: least is what each gets at least, most what it can hold. Everything is given out,
-// but for what nobody can hold. It fails with the blocks that are needed when the budget has not the least for all.
+// but for what nobody can hold. No blocks and those that are needed are returned where the budget has not the least for
+// all.
 func (x *layout) share(budget int, heads []int, least int, mode pyramid.Mode, weights []float64) (blocks []int, needed int, err error) {
+	return x.divide(budget, heads, least, pyramid.Request{Mode: mode, Weights: weights})
+}
+
+// divide is share by a request of which mode, weights and floor are given.
+func (x *layout) divide(budget int, heads []int, least int, q pyramid.Request) (blocks []int, needed int, err error) {
 	block := x.cache.BlockSize
 	limits := make([]int, len(heads))
 	for i, h := range heads {
@@ -70,8 +76,8 @@ func (x *layout) share(budget int, heads []int, least int, mode pyramid.Mode, we
 	if len(heads) == 0 || needed > budget {
 		return nil, needed, nil
 	}
-	r, err := pyramid.Allocate(pyramid.Request{Mode: mode, Layers: len(heads), Length: x.context, Total: budget * block, Window: least * block,
-		Block: block, Weights: weights, Limits: limits})
+	q.Layers, q.Length, q.Total, q.Window, q.Block, q.Limits = len(heads), x.context, budget*block, least*block, block, limits
+	r, err := pyramid.Allocate(q)
 	if err != nil {
 		return nil, 0, err
 	}

@@ -611,12 +611,7 @@ func (b *builder) topkByGate(budget int) (*made, error) {
 	if err != nil {
 		return nil, err
 	}
-	base := b.topkBase(32)
-	blocks, needed, err := b.share(budget, b.all(), b.leastTopK(base), pyramid.Keys, weights(p))
-	if err != nil || blocks == nil {
-		return &made{needed: needed}, err
-	}
-	return &made{policies: b.each(blocks, func(layer, n int) plan.Policy { return b.topk(layer, n, base) }), uses: uses{gates: true}}, nil
+	return b.byScore(budget, p)
 }
 
 // weights are a prior's scores as weights to divide by: shifted so that none is negative, and all one where no head has

@@ -75,21 +75,23 @@ func unsayable(q plan.Policy, v voting, sayable func(voting) bool) *Loss {
 	return &Loss{Of: string(q.Kind()), Effect: More, Reason: "heads choose tokens by the last queries' attention alone, so these keep everything"}
 }
 
-// selection notes how the tools choose tokens otherwise than the plan's top-k heads do.
-func (d *draft) selection(l, k int, q plan.TopK, length int) {
-	group := d.p.Model.NHeads / d.p.Model.NKVHeads
-	if group > 1 {
+// selection notes how the tools choose tokens otherwise than a top-k head does.
+func (d *draft) selection(l, k int, q plan.TopK) {
+	if group := d.p.Model.NHeads / d.p.Model.NKVHeads; group > 1 {
 		d.loseAt(l, k, Loss{Of: "aggregate", Effect: Other,
 			Reason: fmt.Sprintf("the tool's own code selects and stores tokens per query head, not per KV head: other tokens, and up to %d times the bytes counted here", group)})
 	}
-	if q.Decode == plan.DecodeRolling {
-		d.loseAt(l, k, Loss{Of: "decode", Effect: More, Reason: "generated tokens are all kept"})
-	}
-	if q.BudgetRatio > 0 {
-		d.loseAt(l, k, Loss{Of: "budget_ratio", Effect: Less,
-			Reason: fmt.Sprintf("shares of the prompt are written as tokens for %d tokens: longer prompts keep less than the plan, shorter ones more", length)})
-	}
 	d.slots(l, k, q.Positions)
+}
+
+// generated and shares are what a head with a budget of its own loses.
+func generated() Loss {
+	return Loss{Of: "decode", Effect: More, Reason: "generated tokens are all kept"}
+}
+
+func shares(length int) Loss {
+	return Loss{Of: "budget_ratio", Effect: Less,
+		Reason: fmt.Sprintf("shares of the prompt are written as tokens for %d tokens: longer prompts keep less than the plan, shorter ones more", length)}
 }
 
 // topk is a head under the tools' code: a budget of the prompt, and all that is generated.
@@ -121,8 +123,8 @@ func snapkv(d *draft, o Options) ([]File, error) {
 	for l, row := range d.p.Layers {
 		// A layer votes as its first top-k head does, if the kind of pooling can be said.
 		v := most
-		for _, name := range row {
-			if q, ok := d.p.Policies[name].(plan.TopK); ok {
+		for k := range row {
+			if q, ok := d.policy(l, k).(plan.TopK); ok {
 				v = votingOf(q)
 				break
 			}
@@ -130,8 +132,8 @@ func snapkv(d *draft, o Options) ([]File, error) {
 		sayable := func(w voting) bool { return w == v && (w.kernel == 1 || w.max == most.max) }
 		whole, capacity := false, 0
 		why := make([]*Loss, len(row))
-		for k, name := range row {
-			q := d.p.Policies[name]
+		for k := range row {
+			q := d.policy(l, k)
 			if why[k] = unsayable(q, v, sayable); why[k] != nil {
 				whole = true
 			} else {
@@ -142,8 +144,8 @@ func snapkv(d *draft, o Options) ([]File, error) {
 			capacity = max(capacity, length)
 		}
 		c.Capacities, c.Windows, c.Kernels = append(c.Capacities, capacity), append(c.Windows, v.window), append(c.Kernels, v.kernel)
-		for k, name := range row {
-			d.head(l, k, d.p.Policies[name], topk(capacity, v), whole, why[k], length, "all KV heads of a layer have one capacity, so the largest decides")
+		for k := range row {
+			d.head(l, k, d.policy(l, k), topk(capacity, v), whole, why[k], length, "all KV heads of a layer have one capacity, so the largest decides")
 		}
 	}
 	d.beyond(length)
@@ -153,23 +155,32 @@ func snapkv(d *draft, o Options) ([]File, error) {
 
 // head settles a head whose layer, or which itself, has a capacity under the export.
 func (d *draft) head(l, k int, q plan.Policy, as plan.TopK, whole bool, why *Loss, length int, shared string) {
-	t, ok := q.(plan.TopK)
-	switch {
-	case whole && q.Kind() == plan.KindFull:
-		return
-	case whole && why == nil:
-		d.replace(l, k, plan.Full{}, Loss{Of: "layers", Effect: More, Reason: shared})
-	case whole:
-		d.replace(l, k, plan.Full{}, *why)
-	case ok && as.BudgetTokens != t.Budget(length):
-		d.replace(l, k, as, Loss{Of: "layers", Effect: More, Reason: shared})
-		d.selection(l, k, t, length)
-	case ok:
-		// The budget as it was, but generated tokens stay and shares are fixed.
-		if t.Decode == plan.DecodeRolling || t.BudgetRatio > 0 {
-			d.as[l][k] = as
+	if whole {
+		switch {
+		case q.Kind() == plan.KindFull:
+		case why == nil:
+			d.replace(l, k, plan.Full{}, Loss{Of: "layers", Effect: More, Reason: shared})
+		default:
+			d.replace(l, k, plan.Full{}, *why)
 		}
-		d.selection(l, k, t, length)
+		return
+	}
+	t := q.(plan.TopK) // nothing else can be said
+	d.selection(l, k, t)
+	if t.Decode == plan.DecodeRolling {
+		d.loseAt(l, k, generated())
+	}
+	if t.BudgetRatio > 0 {
+		d.loseAt(l, k, shares(length))
+	}
+	// What the bytes are counted for: the greatest of the changes.
+	switch {
+	case as.BudgetTokens != t.Budget(length):
+		d.replace(l, k, as, Loss{Of: "layers", Effect: More, Reason: shared})
+	case t.Decode == plan.DecodeRolling:
+		d.replace(l, k, as, generated())
+	case t.BudgetRatio > 0:
+		d.replace(l, k, as, shares(length))
 	}
 }
 
@@ -201,8 +212,8 @@ func headkv(d *draft, o Options) ([]File, error) {
 	scores.WriteByte('{')
 	for l, row := range d.p.Layers {
 		var capacities []int
-		for k, name := range row {
-			q := d.p.Policies[name]
+		for k := range row {
+			q := d.policy(l, k)
 			why := unsayable(q, v, func(w voting) bool { return w == v })
 			budget := length
 			if why == nil {
@@ -275,8 +286,8 @@ func kvpress(d *draft, o Options) ([]File, error) {
 	c := kvpressConfig{HeadRatio: t.sparsity(), Length: length, Press: kvpressPress{"SnapKVPress", v.window, v.kernel}}
 	for l, row := range d.p.Layers {
 		kept := 0
-		for _, name := range row {
-			q := d.p.Policies[name]
+		for k := range row {
+			q := d.policy(l, k)
 			if q.Kind() == plan.KindFull {
 				kept = length // also on a layer with a window of its own, which the press does not know
 				break

@@ -158,11 +158,21 @@ func newDraft(p *plan.Plan) *draft {
 	d.as = make([][]plan.Policy, len(p.Layers))
 	for l, row := range p.Layers {
 		d.as[l] = make([]plan.Policy, len(row))
-		for k, name := range row {
-			d.as[l][k] = p.Policies[name]
+		for k := range row {
+			d.as[l][k] = d.policy(l, k)
 		}
 	}
 	return d
+}
+
+// policy is what a head keeps. A streaming policy as large as the layer's own sliding window keeps the window, as full
+// does: said as sinks and recent tokens, it would lose some of it.
+func (d *draft) policy(l, k int) plan.Policy {
+	q := d.p.Policies[d.p.Layers[l][k]]
+	if s, ok := q.(plan.Streaming); ok && d.p.Model.Window(l) > 0 && s.SinkTokens+s.RecentTokens >= d.p.Model.Window(l) {
+		return plan.Full{}
+	}
+	return q
 }
 
 // reference are the lengths that bytes of single losses are about: those of the plan's budget where it says so, else the
@@ -183,8 +193,8 @@ func reference(p *plan.Plan) plan.Request {
 // each calls f with every KV head and its policy.
 func (d *draft) each(f func(l, k int, q plan.Policy)) {
 	for l, row := range d.p.Layers {
-		for k, name := range row {
-			f(l, k, d.p.Policies[name])
+		for k := range row {
+			f(l, k, d.policy(l, k))
 		}
 	}
 }

@@ -22,21 +22,17 @@ func (d *draft) spans() []span {
 		window := d.p.Model.Window(l)
 		s := &out[l]
 		why := make([]Loss, len(row))
-		for k, name := range row {
-			switch q := d.p.Policies[name].(type) {
+		for k := range row {
+			switch q := d.policy(l, k).(type) {
 			case plan.Full:
 				s.full = s.full || window == 0
 				s.recent = max(s.recent, window)
 			case plan.Streaming:
-				switch {
-				case q.Evict != plan.EvictAlways:
+				if q.Evict != plan.EvictAlways {
 					s.full = true
 					why[k] = Loss{Of: "evict", Reason: "windows hold while the prompt is read, so layers with heads that evict after it keep everything"}
-				case window > 0 && q.SinkTokens+q.RecentTokens >= window:
-					s.recent = max(s.recent, window)
-				default:
-					s.sink, s.recent = max(s.sink, q.SinkTokens), max(s.recent, q.RecentTokens)
 				}
+				s.sink, s.recent = max(s.sink, q.SinkTokens), max(s.recent, q.RecentTokens)
 				d.slots(l, k, q.Positions)
 			default:
 				s.full = true
@@ -47,10 +43,9 @@ func (d *draft) spans() []span {
 		if window > 0 && (s.full || s.recent >= window) {
 			*s = span{recent: window}
 		}
-		for k, name := range row {
-			q := d.p.Policies[name]
+		for k := range row {
 			as := s.policy(window)
-			if as == q || d.same(l, as, q) {
+			if alike(as, d.policy(l, k)) {
 				continue
 			}
 			loss := why[k]
@@ -72,16 +67,13 @@ func (s span) policy(window int) plan.Policy {
 	return plan.Streaming{SinkTokens: s.sink, RecentTokens: s.recent, Evict: plan.EvictAlways, Decode: plan.DecodeRolling, Positions: plan.PositionsOriginal}
 }
 
-// same reports whether two policies keep the same tokens on a layer, whatever they are rotated to.
-func (d *draft) same(l int, a, b plan.Policy) bool {
-	x, ok := a.(plan.Streaming)
-	y, also := b.(plan.Streaming)
-	if ok && also {
-		y.Positions = x.Positions
-		return x == y
+// alike reports whether a span is what a policy keeps, whatever its keys are rotated to.
+func alike(span, q plan.Policy) bool {
+	if s, ok := q.(plan.Streaming); ok {
+		s.Positions = plan.PositionsOriginal
+		return span == plan.Policy(s)
 	}
-	window := d.p.Model.Window(l)
-	return a == plan.Policy(plan.Full{}) && also && window > 0 && y.SinkTokens+y.RecentTokens >= window && y.Evict == plan.EvictAlways
+	return span.Kind() == plan.KindFull && q.Kind() == plan.KindFull
 }
 
 // tensorRTLLM writes kv_cache_config. A window of TensorRT-LLM counts the sinks, of which all layers have the same number.
