@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/kvprofile/kvprofile/internal/dtype"
@@ -54,8 +55,33 @@ func newBackend(t testing.TB, precision string) *Backend {
 	return b
 }
 
-func simulated(t testing.TB, machine fakecuda.Options, o Options) (*Backend, *fakecuda.Driver) {
-	fake := fakecuda.New(machine)
+// machines are simulated machines that nobody uses: each takes callbacks of the process for good, of which there are 2,000.
+var machines struct {
+	sync.Mutex
+	idle []*fakecuda.Driver
+}
+
+// machine returns a simulated machine for the length of a test.
+func machine(t testing.TB, o fakecuda.Options) *fakecuda.Driver {
+	machines.Lock()
+	defer machines.Unlock()
+	var fake *fakecuda.Driver
+	if n := len(machines.idle); n > 0 {
+		fake, machines.idle = machines.idle[n-1], machines.idle[:n-1]
+		fake.Reset(o)
+	} else {
+		fake = fakecuda.New(o)
+	}
+	t.Cleanup(func() {
+		machines.Lock()
+		defer machines.Unlock()
+		machines.idle = append(machines.idle, fake)
+	})
+	return fake
+}
+
+func simulated(t testing.TB, of fakecuda.Options, o Options) (*Backend, *fakecuda.Driver) {
+	fake := machine(t, of)
 	o.Symbols = resolver(fake)
 	b, err := New(o)
 	if err != nil {
@@ -521,7 +547,8 @@ func TestTaps(t *testing.T) {
 	both(t, func(t *testing.T, b *Backend) {
 		for name, c := range tapCases() {
 			for _, rows := range []int{19, tileRows} {
-				if !b.half && strings.HasPrefix(name, "fused") {
+				// The fused kernels are for bfloat16, and have tiles for few rows only.
+				if strings.HasPrefix(name, "fused") && (!b.half || rows < tileRows && name != "fused 64") {
 					continue
 				}
 				t.Run(fmt.Sprintf("%s, tiles of %d", name, rows), func(t *testing.T) {

@@ -212,7 +212,7 @@ func modelled(t *testing.T, cfg engine.Config, layers, n int, again bool) (r rec
 	ctx := context.Background()
 	cfg.Layers = layers
 	var now cost
-	fake := fakecuda.New(fakecuda.Options{Memory: 1 << 42, Trace: func(w fakecuda.Work) { now.add(w) }})
+	fake := machine(t, fakecuda.Options{Memory: 1 << 42, Trace: func(w fakecuda.Work) { now.add(w) }})
 	b, err := New(Options{Precision: "bf16", Symbols: resolver(fake), Segment: -1})
 	if err != nil {
 		t.Fatal(err)

@@ -216,7 +216,7 @@ func TestFailures(t *testing.T) {
 	cfg := enginetest.Tiny()
 	ctx := context.Background()
 	open := func(memory int64) (*engine.Model, *Backend, *fakecuda.Driver) {
-		fake := fakecuda.New(fakecuda.Options{Memory: memory})
+		fake := machine(t, fakecuda.Options{Memory: memory})
 		b, err := New(Options{Precision: "f32", Symbols: resolver(fake), Segment: -1, Staging: 1 << 16})
 		if err != nil {
 			t.Fatal(err)
@@ -271,8 +271,8 @@ func TestNewRefuses(t *testing.T) {
 	if _, ok := realDevice(t); ok {
 		t.Skip("machines are simulated")
 	}
-	open := func(machine fakecuda.Options, o Options) error {
-		fake := fakecuda.New(machine)
+	open := func(of fakecuda.Options, o Options) error {
+		fake := machine(t, of)
 		o.Symbols = resolver(fake)
 		b, err := New(o)
 		if err == nil {
@@ -318,7 +318,7 @@ func TestDevices(t *testing.T) {
 	if _, ok := realDevice(t); ok {
 		t.Skip("machines are simulated")
 	}
-	gpus, version, err := Devices(resolver(fakecuda.New(fakecuda.Options{Count: 2, Memory: 5 << 30})))
+	gpus, version, err := Devices(resolver(machine(t, fakecuda.Options{Count: 2, Memory: 5 << 30})))
 	want := []Info{{0, "simulated GPU", "9.0", 5 << 30, 132}, {1, "simulated GPU", "9.0", 5 << 30, 132}}
 	if err != nil || version != "12.8" || !slices.Equal(gpus, want) {
 		t.Errorf("got %+v, %s, %v", gpus, version, err)

@@ -253,7 +253,7 @@ func TestEveryKernelRuns(t *testing.T) {
 
 // Deleting any one barrier of any kernel, or any one wait for an asynchronous copy, must be noticed: reported, or seen in the results.
 func TestBarriersAreNeeded(t *testing.T) {
-	fake := fakecuda.New(fakecuda.Options{})
+	fake := machine(t, fakecuda.Options{})
 	attempt := func(precision string, operations func(testing.TB, *Backend, *results), rewrite func(string) string) ([]float64, error) {
 		fake.Reset(fakecuda.Options{Rewrite: rewrite})
 		b, err := New(Options{Precision: precision, Symbols: resolver(fake), Staging: 1 << 16})
@@ -307,7 +307,7 @@ func TestBarriersAreNeeded(t *testing.T) {
 
 // Without one of the waits results must be wrong: everything the simulated driver does is late.
 func TestWaitsAreNeeded(t *testing.T) {
-	fake := fakecuda.New(fakecuda.Options{})
+	fake := machine(t, fakecuda.Options{})
 	run := func(ignore string) []float64 {
 		fake.Reset(fakecuda.Options{Ignore: ignore})
 		b, err := New(Options{Precision: "f32", Symbols: resolver(fake), Staging: 4096})

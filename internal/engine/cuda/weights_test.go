@@ -78,7 +78,7 @@ func TestStreamedWeights(t *testing.T) {
 			})
 		}
 	}
-	fake := fakecuda.New(fakecuda.Options{Ignore: "cuStreamWaitEvent"})
+	fake := machine(t, fakecuda.Options{Ignore: "cuStreamWaitEvent"})
 	b, err := New(Options{Precision: "bf16", Staging: 4096, Parameters: n, Weights: n, Symbols: resolver(fake)})
 	if err != nil {
 		t.Fatal(err)
