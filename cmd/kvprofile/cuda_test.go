@@ -5,6 +5,7 @@ package main
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"math"
 	"os"
 	"path/filepath"
@@ -85,6 +86,46 @@ func TestRunOnSimulatedGPU(t *testing.T) {
 	if code != exitDone { // no head of this model lies at a threshold
 		t.Errorf("the plans differ, exit code %d: %s", code, out)
 	}
+	// And evaluating it on the GPU says what evaluating it on the CPU says.
+	var logProbs [2][]float64
+	evaluate := func(name string) []string {
+		return []string{"eval", testdata + "llama", "--plan", filepath.Join(dir, "cpu", "plan.json"), "--tasks", "needle-grid", "--lengths", "400", "--samples", "1",
+			"--texts", "1", "--extra", "0", "-o", filepath.Join(dir, name)}
+	}
+	if code, _, log := call(context.Background(), dir, evaluate("cpu.json")...); code != exitDone {
+		t.Fatalf("exit code %d: %s", code, log)
+	}
+	if code, _, log := onGPU(t, fake, dir, evaluate("cuda.json")...); code != exitDone {
+		t.Fatalf("exit code %d: %s", code, log)
+	}
+	for i, name := range []string{"cpu.json", "cuda.json"} {
+		var result struct {
+			Runs []struct {
+				Outcomes []struct {
+					LogProb float64 `json:"logprob"`
+				} `json:"outcomes"`
+			} `json:"runs"`
+		}
+		text, err := os.ReadFile(filepath.Join(dir, name))
+		if err == nil {
+			err = json.Unmarshal(text, &result)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, o := range result.Runs[0].Outcomes {
+			logProbs[i] = append(logProbs[i], o.LogProb)
+		}
+	}
+	if len(logProbs[0]) == 0 || len(logProbs[0]) != len(logProbs[1]) {
+		t.Fatalf("log-probabilities on the CPU %v, on the GPU %v", logProbs[0], logProbs[1])
+	}
+	for i, p := range logProbs[0] {
+		if math.Abs(p-logProbs[1][i]) > 5e-2*math.Abs(p) {
+			t.Errorf("prompt %d: log-probability on the CPU %g, on the GPU %g", i, p, logProbs[1][i])
+		}
+	}
+	t.Logf("log-probabilities on the CPU %.4g, on the GPU %.4g", logProbs[0], logProbs[1])
 }
 
 func TestDoctorOnSimulatedGPU(t *testing.T) {
