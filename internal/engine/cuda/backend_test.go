@@ -525,6 +525,10 @@ func tapCases() map[string]struct {
 	whole.Map, whole.Prompt = 1, 300
 	aligned := fused
 	aligned.Map, aligned.Prompt = 3, 192
+	few := noMap
+	few.Prompt, few.Answer, few.VarianceWindow, few.Windows, few.Recent = 17, []int{18}, 5, []int{3}, []int{2}
+	block := few
+	block.Prompt, block.Map, block.Answer = 64, 1, nil
 	d64, d128 := engine.AttentionSpec{Heads: 3, KVHeads: 1, HeadDim: 64}, engine.AttentionSpec{Heads: 2, KVHeads: 2, HeadDim: 128}
 	windowed := d64
 	windowed.Window = 90
@@ -538,6 +542,9 @@ func tapCases() map[string]struct {
 		"fused, no map":  {attentionCase{200, d64}, noMap},
 		"fused, whole":   {attentionCase{300, d64}, whole},
 		"fused, aligned": {attentionCase{300, d128}, aligned},
+		"fused, few":     {attentionCase{20, d64}, few},
+		"fused, block":   {attentionCase{64, d128}, block},
+		"fused, blocks":  {attentionCase{128, d64}, block},
 		"short":          {attentionCase{28, full}, short},
 		"one token":      {attentionCase{1, full}, plain},
 	}

@@ -4,7 +4,9 @@ import (
 	"encoding/binary"
 	"fmt"
 	"math"
+	"runtime"
 	"slices"
+	"sync"
 	"unsafe"
 
 	"github.com/kvprofile/kvprofile/internal/dtype"
@@ -171,38 +173,51 @@ func (b *Backend) Load(parts ...engine.Matrix) (engine.Weight, error) {
 	return w, nil
 }
 
-// expand returns a function that writes bytes [lo, lo+len(dst)) of stacked parts, in another format, to dst.
+// expand returns a function that writes bytes [lo, lo+len(dst)) of stacked parts, in another format, to dst. It works on all cores: formats
+// of few bits take longer to expand than to copy.
 func expand(parts []engine.Matrix, kind number) func(dst []byte, lo int) {
+	const share = 1 << 18 // bytes that are worth a goroutine
+	size := kind.bytes()
+	return func(dst []byte, lo int) {
+		workers := min(runtime.GOMAXPROCS(0), 1+len(dst)/share)
+		each := (len(dst)/size + workers - 1) / workers * size
+		var wait sync.WaitGroup
+		for at := 0; at < len(dst); at += each {
+			wait.Go(func() { expandPiece(dst[at:min(at+each, len(dst))], lo+at, parts, kind) })
+		}
+		wait.Wait()
+	}
+}
+
+// expandPiece is expand for one goroutine.
+func expandPiece(dst []byte, lo int, parts []engine.Matrix, kind number) {
 	size, cols := kind.bytes(), parts[0].Cols
 	row, have := make([]float32, cols), -1 // the row that stands in row, counted from the first part's first
-	return func(dst []byte, lo int) {
-		for i := 0; i < len(dst); {
-			at := (lo + i) / size
-			r, c, first := at/cols, at%cols, 0
-			p := &parts[0]
-			for x := 1; r-first >= p.Rows; x++ {
-				first += p.Rows
-				p = &parts[x]
-			}
-			if kind == bf16 && p.DType == dtype.BF16 && p.RowMap == nil {
-				n := copy(dst[i:], p.Data[(at-first*cols)*size:p.Rows*cols*size])
-				i += n
-				continue
-			}
-			if r != have {
-				p.DecodeRow(row, r-first)
-				have = r
-			}
-			n := min(cols-c, (len(dst)-i)/size)
-			if kind == bf16 {
-				for x, f := range row[c : c+n] {
-					binary.LittleEndian.PutUint16(dst[i+2*x:], toBF16(f))
-				}
-			} else {
-				putFloats(dst[i:i+4*n], row[c:])
-			}
-			i += n * size
+	for i := 0; i < len(dst); {
+		at := (lo + i) / size
+		r, c, first := at/cols, at%cols, 0
+		p := &parts[0]
+		for x := 1; r-first >= p.Rows; x++ {
+			first += p.Rows
+			p = &parts[x]
 		}
+		if kind == bf16 && p.DType == dtype.BF16 && p.RowMap == nil {
+			i += copy(dst[i:], p.Data[(at-first*cols)*size:p.Rows*cols*size])
+			continue
+		}
+		if r != have {
+			p.DecodeRow(row, r-first)
+			have = r
+		}
+		n := min(cols-c, (len(dst)-i)/size)
+		if kind == bf16 {
+			for x, f := range row[c : c+n] {
+				binary.LittleEndian.PutUint16(dst[i+2*x:], toBF16(f))
+			}
+		} else {
+			putFloats(dst[i:i+4*n], row[c:])
+		}
+		i += n * size
 	}
 }
 

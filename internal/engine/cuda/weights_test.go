@@ -4,7 +4,9 @@ package cuda
 
 import (
 	"context"
+	"encoding/binary"
 	"fmt"
+	"math"
 	"slices"
 	"testing"
 
@@ -129,5 +131,32 @@ func TestStreamedOncePerPass(t *testing.T) {
 	}
 	if inUse, _ := b.Memory(); b.Streamed() < n/3 || inUse > n+200<<10 {
 		t.Errorf("%d bytes in use, %d of %d streamed", inUse, b.Streamed(), 2*n)
+	}
+}
+
+// Large weights are expanded by several goroutines, in pieces that end anywhere.
+func TestExpand(t *testing.T) {
+	r := seeded(3)
+	const cols = 96
+	var parts []engine.Matrix
+	var values []float64
+	for _, rows := range []int{1500, 1, 2300} {
+		m := random(r, rows, cols)
+		parts, values = append(parts, m.stored()), append(values, m.v...)
+	}
+	for _, kind := range []number{f32, bf16} {
+		fill := expand(parts, kind)
+		const lo = 4 * 1001
+		got := make([]byte, len(values)*kind.bytes()-2*lo)
+		fill(got, lo)
+		want := make([]byte, len(got))
+		expandPiece(want, lo, parts, kind)
+		if !slices.Equal(got, want) {
+			t.Errorf("kind %d: several goroutines write something else than one", kind)
+		}
+		first := values[lo/kind.bytes()]
+		if kind == f32 && math.Float32frombits(binary.LittleEndian.Uint32(got)) != float32(first) || kind == bf16 && binary.LittleEndian.Uint16(got) != toBF16(float32(first)) {
+			t.Errorf("kind %d: the first value is not %g", kind, first)
+		}
 	}
 }
