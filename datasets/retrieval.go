@@ -611,7 +611,7 @@ func (m *maker) dormant(r *rand.Rand, depth float64) (*quiz, error) {
 		q.inserts = append(q.inserts,
 			insert{kind: SpanDistractor, text: magicNeedle(ValueNumber, city, numbers[1+i]), depth: stated},
 			insert{kind: SpanDialog, depth: asked,
-				question: magicQuestion(ValueNumber, city), answer: magicAnswer(ValueNumber, city) + " " + numbers[1+i] + "."})
+				question: magicQuestion(ValueNumber, city), answer: "The special magic number for " + city + " is " + numbers[1+i] + "."})
 	}
 	byDepth(q.inserts)
 	return q, nil

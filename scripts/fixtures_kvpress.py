@@ -15,8 +15,10 @@ The file is gzip'd JSON (no time stamp, so that the same run gives the same byte
   model     SHA-256 of the GGUF file; transformers dequantises it to float32
   dataset   the command's flags, and the content hash in the Parquet file
   prompts   id (row of the dataset), tokens (before the first answer), expected
+  full      answers with the full cache
   methods   name, press (kvpress class), parameters, ratio (share REMOVED, as kvpress has it), answers, kept
-    answers  per prompt, or null: tokens (greedy, 20, the end of the turn ignored) and gaps (per step, logit of the first less the second choice)
+    answers  per prompt, or null: tokens (greedy, 20, the end of the turn ignored), gaps (per step, logit of the first less the second choice);
+             logprob, the mean log-probability of the tokens that the full cache writes, each after those before it
     kept     [prompt, layer, kv head, number kept, cut, margin, set]: cut is the lowest kept score (of the tokens outside the observation window),
              margin is cut less the highest dropped score, both null for presses without scores; set is the base64 of a bitmap, bit i % 8 of
              byte i / 8 for position i. Of prompt p those layers l are here with (l + p) % 5 == 0, of the first 12 prompts (6 of each length).
@@ -77,7 +79,9 @@ def methods(layers, kv_heads):
 
     def add(name, press, ratio, eager=False, **parameters):
         kind = {"H2OPress": "H2O, not of kvpress", "DuoPress": "DuoAttentionPress", "KeyRerotationPress": "KeyRerotationPress(StreamingLLMPress)"}
-        out.append({"name": name, "press": press, "class": kind.get(type(press).__name__, type(press).__name__), "ratio": ratio, "parameters": parameters, "eager": eager})
+        name_of_class = type(press).__name__
+        out.append({"name": name, "press": press, "class": kind.get(name_of_class, name_of_class), "ratio": ratio, "parameters": parameters,
+                    "eager": eager})
 
     for window in (64, 32):
         for r in RATIOS:
@@ -137,21 +141,28 @@ def compress(press, seen, dense):
 
 
 @torch.no_grad()
-def answer(model, cache, masked, position, logits):
-    """Greedy continuation, as kvpress' pipeline decodes: the cache is shorter, positions go on from the given one."""
+def answer(model, cache, masked, position, logits, gold=None):
+    """Greedy continuation, as kvpress' pipeline decodes: the cache is shorter, positions go on from the given one. Beside it, in a second row of the
+    batch, the model reads the gold tokens (none: those it writes)."""
     model.set_attn_implementation("sdpa")
+    own = DynamicCache()
+    for layer, x in enumerate(cache.layers):
+        own.update(x.keys.repeat(2, 1, 1, 1), x.values.repeat(2, 1, 1, 1), layer)
     for layer, mask in zip(model.model.layers, masked):
-        layer.self_attn.masked_key_indices = mask
-    tokens, gaps = [], []
+        layer.self_attn.masked_key_indices = mask and (torch.cat((mask[0], mask[0] + 1)), mask[1].repeat(2), mask[2].repeat(2))
+    tokens, gaps, mean = [], [], 0.0
+    logits = logits.expand(2, -1)
     for i in range(NEW):
         if i:
-            logits = model(torch.tensor([[tokens[-1]]]), past_key_values=cache, position_ids=torch.tensor([[position + i - 1]])).logits[0, -1]
-        top = logits.topk(2).values
-        tokens.append(int(logits.argmax()))
+            ids = torch.tensor([[tokens[-1]], [(gold or tokens)[i - 1]]])
+            logits = model(ids, past_key_values=own, position_ids=torch.full((2, 1), position + i - 1)).logits[:, -1]
+        top = logits[0].topk(2).values
+        tokens.append(int(logits[0].argmax()))
         gaps.append(float(f"{float(top[0] - top[1]):.3g}"))
+        mean += float(logits[1].double().log_softmax(-1)[(gold or tokens)[i]]) / NEW
     for layer in model.model.layers:
         layer.self_attn.masked_key_indices = None
-    return {"tokens": tokens, "gaps": gaps}
+    return {"tokens": tokens, "gaps": gaps, "logprob": short(mean)}
 
 
 @torch.no_grad()
@@ -171,7 +182,7 @@ def margins(press, seen, dense, layer, heads, window):
 
 
 @torch.no_grad()
-def plain(model, m, ids):
+def plain(model, m, ids, gold):
     """The answer as a user of kvpress gets it: a prefill of its own, within the press' context manager."""
     model.set_attn_implementation("eager" if m["eager"] else "sdpa")
     cache = DynamicCache()
@@ -179,7 +190,7 @@ def plain(model, m, ids):
         logits = model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1]
     masked = [layer.self_attn.masked_key_indices for layer in model.model.layers]
     position = cache.get_seq_length() if m["name"] == "streamingllm-rerotated" else ids.shape[1]
-    return answer(model, cache, masked, position, logits)
+    return answer(model, cache, masked, position, logits, gold)
 
 
 def bitmap(n, kept):
@@ -198,7 +209,7 @@ def main():
     arg.add_argument("--dataset", help="Parquet file made with " + " ".join(FLAGS))
     arg.add_argument("-o", default="internal/eval/testdata/kvpress.json.gz")
     arg.add_argument("--prompts", type=int, help="only so many of them (for a trial)")
-    arg.add_argument("--check", action="store_true", help="run each press in its own context manager too, on the first prompt, and compare the answers")
+    arg.add_argument("--check", action="store_true", help="on the first prompt, run each press in its own context manager too")
     args = arg.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
@@ -239,6 +250,8 @@ def main():
         n = ids.shape[1]
         for attention in ("sdpa", "eager"):
             seen, dense, logits = prefill(model, ids, attention)
+            if attention == "sdpa":
+                full.append(answer(model, dense, [None] * layers, n, logits))
             for m in todo:
                 if m["eager"] != (attention == "eager"):
                     continue
@@ -265,11 +278,9 @@ def main():
                             m["kept"].append([number, layer, h, len(kept[layer][h]), short(cuts[h][0]), short(cuts[h][1]), bitmap(n, kept[layer][h])])
                 m["budgets"].append(sizes)
                 position = sizes[0] if m["name"] == "streamingllm-rerotated" else n
-                m["answers"].append(answer(model, cache, masked, position, logits))
+                m["answers"].append(answer(model, cache, masked, position, logits, full[-1]["tokens"]))
                 if args.check and number == 0:
-                    assert m["answers"][0]["tokens"] == plain(model, m, ids)["tokens"], m["name"]
-            if attention == "sdpa":
-                full.append(answer(model, dense, [None] * layers, n, logits))
+                    assert m["answers"][0]["tokens"] == plain(model, m, ids, full[-1]["tokens"])["tokens"], m["name"]
             del seen, dense
         print(f"{number + 1}/{len(prompts)}", flush=True)
 
@@ -283,7 +294,8 @@ def main():
     }
     for m in todo:
         press = m["press"]
-        entry = {"name": m["name"], "press": m["class"], "ratio": m["ratio"], "parameters": m["parameters"], "answers": m["answers"], "kept": m["kept"]}
+        entry = {"name": m["name"], "press": m["class"], "ratio": m["ratio"], "parameters": m["parameters"], "answers": m["answers"],
+                 "kept": m["kept"]}
         if isinstance(press, kvpress.PyramidKVPress):
             entry["budgets"] = m["budgets"]
         out["methods"].append(entry)

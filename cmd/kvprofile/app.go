@@ -100,7 +100,7 @@ bytes and the evidence for it.`,
 		return ui.Hint(err, "%s --help lists the flags", cmd.CommandPath())
 	})
 	root.AddCommand(a.runCommand(), a.inspectCommand(), a.datasetsCommand(), a.profileCommand(), a.distillCommand(),
-		a.fastgenCommand(), a.pyramidCommand(), a.compileCommand(), a.checkCommand(), a.evalCommand(), a.exportCommand(), a.diffCommand(), a.mergeCommand(), a.schemaCommand(), a.doctorCommand(), a.versionCommand())
+		a.fastgenCommand(), a.pyramidCommand(), a.compileCommand(), a.checkCommand(), a.evalCommand(), a.reportCommand(), a.exportCommand(), a.diffCommand(), a.mergeCommand(), a.schemaCommand(), a.doctorCommand(), a.versionCommand())
 	return root
 }
 

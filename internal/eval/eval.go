@@ -99,10 +99,13 @@ func Evaluate(ctx context.Context, m *engine.Model, tok Tokenizer, sets []*datas
 	if len(contenders) == 0 {
 		return nil, fmt.Errorf("no plans to evaluate")
 	}
+	if o.Extra < 0 {
+		return nil, fmt.Errorf("%d tokens beyond the answer's length: must be at least 0", o.Extra)
+	}
 	first := contenders[0].Plan
 	all := append([]Contender{{Name: NameFull, Plan: FullPlan(first)}}, contenders...)
 	e := &evaluator{ctx: ctx, model: m, tok: tok, o: o}
-	for _, c := range all {
+	for _, c := range append(all[1:len(all):len(all)], all[0]) { // the full cache last: it is never the one to blame
 		if c.Plan.Cache.BlockSize != first.Cache.BlockSize {
 			return nil, fmt.Errorf("%s has blocks of %d tokens, %s of %d: evaluate them one by one", c.Name, c.Plan.Cache.BlockSize, contenders[0].Name, first.Cache.BlockSize)
 		}
@@ -112,6 +115,7 @@ func Evaluate(ctx context.Context, m *engine.Model, tok Tokenizer, sets []*datas
 		}
 		e.entries = append(e.entries, x)
 	}
+	e.entries = slices.Concat(e.entries[len(contenders):], e.entries[:len(contenders)])
 	samples, done := 0, 0
 	for _, d := range sets {
 		samples += len(d.Samples)
@@ -300,6 +304,9 @@ func (e *evaluator) quiz(s *datasets.Sample) ([]Outcome, error) {
 	later := 0
 	if e.o.Question == QuestionAfter {
 		later = len(prompt) - s.QuestionStart()
+	}
+	if later == len(prompt) {
+		return nil, fmt.Errorf("%s sample %d has no context before its question", s.Task, s.ID)
 	}
 	longest := later + len(gold) + e.o.Extra
 	if e.o.GoldOnly {

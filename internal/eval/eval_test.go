@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"os"
 	"regexp"
 	"slices"
 	"strings"
@@ -18,6 +19,7 @@ import (
 	"github.com/kvprofile/kvprofile/internal/engine/enginetest"
 	"github.com/kvprofile/kvprofile/internal/engine/ref"
 	"github.com/kvprofile/kvprofile/internal/eval"
+	"github.com/kvprofile/kvprofile/internal/model"
 	"github.com/kvprofile/kvprofile/plan"
 )
 
@@ -960,5 +962,468 @@ func (o *oracle) predictions(p *plan.Plan, tokens []int32, n int) (logits [][]fl
 	return logits
 }
 
-var _ = errors.Is
-var _ = cpu.New
+// forward are the logits of all positions of a text from a plain pass over it.
+func forward(t *testing.T, m *engine.Model, s *engine.Sequence) [][]float64 {
+	t.Helper()
+	s.LogitRows = nil
+	for i := range s.Tokens {
+		s.LogitRows = append(s.LogitRows, i)
+	}
+	if err := m.Forward(context.Background(), s); err != nil {
+		t.Fatal(err)
+	}
+	return s.Logits
+}
+
+// goldOf is the mean log-probability and rank of an answer; logits[i] predict its token i.
+func goldOf(logits [][]float64, gold []int32) (logprob, rank float64) {
+	for i, id := range gold {
+		logprob += math.Log(softmax(logits[i])[id]) / float64(len(gold))
+		above := 1.0
+		for _, v := range logits[i] {
+			if v > logits[i][id] {
+				above++
+			}
+		}
+		rank += above / float64(len(gold))
+	}
+	return logprob, rank
+}
+
+// windowed is a model whose last layers have sliding windows.
+func windowed() engine.Config {
+	c := enginetest.Tiny()
+	c.SlidingWindow = []int{0, 9, 14}
+	return c
+}
+
+// What keeps everything is the full cache, and that is the model itself.
+func TestEverythingIsForward(t *testing.T) {
+	for name, c := range map[string]engine.Config{"full attention": enginetest.Tiny(), "windows": windowed()} {
+		for _, question := range []eval.Question{eval.QuestionInPrompt, eval.QuestionAfter} {
+			w := enginetest.Weights{Config: c, Seed: 3}
+			m := newModel(t, w, ref.New[float64]())
+			s := sample(4, enginetest.Tokens(c, 40, 5), 3, 5)
+			prompt, gold, _ := s.Quiz()
+			logprob, rank := goldOf(forward(t, m, &engine.Sequence{Tokens: s.Tokens})[len(prompt)-1:], gold)
+			written := slices.Clone(prompt)
+			for range len(gold) + 6 {
+				logits := forward(t, m, &engine.Sequence{Tokens: written})
+				written = append(written, argmax(logits[len(logits)-1]))
+			}
+			answer := letters{}.Decode(written[len(prompt):])
+
+			policies := []plan.Policy{plan.Full{}}
+			for _, at := range []plan.Positions{plan.PositionsOriginal, plan.PositionsCacheSlot} {
+				for _, evict := range []plan.Evict{plan.EvictAlways, plan.EvictPrefillEnd} {
+					policies = append(policies, plan.Streaming{SinkTokens: 3, RecentTokens: 50, Evict: evict, Decode: plan.DecodeRolling, Positions: at},
+						plan.H2O{SinkTokens: 1, HeavyTokens: 30, RecentTokens: 30, Evict: evict, Decode: plan.DecodeRolling, Positions: at})
+				}
+				for _, decode := range []plan.Decode{plan.DecodeStatic, plan.DecodeRolling} {
+					policies = append(policies, plan.TopK{BudgetTokens: 60, ObservationWindow: 4, Pool: plan.Pool{Kind: plan.PoolMax, Kernel: 3}, Aggregate: plan.AggregateMean,
+						Evict: plan.EvictPrefillEnd, Decode: decode, Positions: at},
+						plan.FastGen{Classes: []plan.Class{plan.ClassSpecial}, FrequentRatio: 1, LocalRatio: 1, Evict: plan.EvictPrefillEnd, Decode: decode, Positions: at})
+				}
+				policies = append(policies, plan.TopK{BudgetRatio: 1, ObservationWindow: 4, Pool: plan.Pool{Kind: plan.PoolNone, Kernel: 1}, Aggregate: plan.AggregateUnion,
+					Evict: plan.EvictPrefillEnd, Decode: plan.DecodeStatic, Positions: at})
+			}
+			var contenders []eval.Contender
+			for _, q := range policies {
+				// Angles are rounded, so that ranks in a window that moves on give the same attention up to 1e-7 alone.
+				if c.SlidingWindow != nil && slotted(q) {
+					continue
+				}
+				for prefill, change := range []func(*plan.Plan){func(*plan.Plan) {}, chunked} {
+					contenders = append(contenders, eval.Contender{Name: strings.TrimSuffix(fmt.Sprint(q.Kind(), q, prefill), "{}0"), Plan: newPlan(t, &c, 4, everywhere(q), change)})
+				}
+			}
+			r := evaluate(t, m, set(s), eval.Options{Question: question, Extra: 6}, contenders...)
+			for _, run := range append([]eval.Run{r.Full}, r.Runs...) {
+				got := run.Outcomes[0]
+				if !near(got.LogProb, logprob, 1e-10) || !near(got.Rank, rank, 1e-12) || got.Text != answer {
+					t.Errorf("%s, question %s, %s: %+v, want log-probability %v, rank %v, text %q", name, question, run.Name, got, logprob, rank, answer)
+				}
+				if run.Name == "full" && (got != r.Full.Outcomes[0] || got.Bytes != got.FullBytes) {
+					t.Errorf("%s: full caches give %+v and %+v", name, got, r.Full.Outcomes[0])
+				}
+			}
+			if got := r.Full.Outcomes[0]; got.Sample != 4 || got.Length != 40 || got.Prompt != 35 || got.Depth != .25 || got.Task != datasets.TaskNeedleGrid {
+				t.Errorf("outcome %+v", got)
+			}
+		}
+	}
+}
+
+// Streaming heads among full ones see what engine.Mask lets them see: from the first token on where they evict always,
+// else from the end of the prompt on.
+func TestStreamingIsMask(t *testing.T) {
+	for name, c := range map[string]engine.Config{"full attention": enginetest.Tiny(), "windows": windowed()} {
+		m := newModel(t, enginetest.Weights{Config: c, Seed: 8}, ref.New[float64]())
+		s := sample(0, enginetest.Tokens(c, 45, 6), 2, 8)
+		prompt, gold, _ := s.Quiz()
+		streams := func(l, k int) bool { return l == 0 && k == 0 || l == 1 || l == 2 && k == 1 }
+		masks := make([][]engine.Mask, c.Layers)
+		for l := range masks {
+			masks[l] = make([]engine.Mask, c.KVHeads)
+			for k := range masks[l] {
+				if streams(l, k) {
+					masks[l][k] = engine.Mask{Sink: 2, Recent: 5}
+				}
+			}
+		}
+		with := func(evict plan.Evict, change ...func(*plan.Plan)) *plan.Plan {
+			return newPlan(t, &c, 4, func(l, k int) plan.Policy {
+				if streams(l, k) {
+					return plan.Streaming{SinkTokens: 2, RecentTokens: 5, Evict: evict, Decode: plan.DecodeRolling, Positions: plan.PositionsOriginal}
+				}
+				return plan.Full{}
+			}, change...)
+		}
+		always, _ := goldOf(forward(t, m, &engine.Sequence{Tokens: s.Tokens, Masks: masks})[len(prompt)-1:], gold)
+		cache := m.NewCache(len(s.Tokens))
+		logits := forward(t, m, &engine.Sequence{Tokens: prompt, Cache: cache})[len(prompt)-1:]
+		for _, id := range gold[:len(gold)-1] {
+			logits = append(logits, forward(t, m, &engine.Sequence{Tokens: []int32{id}, Cache: cache, Masks: masks})[0])
+		}
+		end, _ := goldOf(logits, gold)
+		full, _ := goldOf(forward(t, m, &engine.Sequence{Tokens: s.Tokens})[len(prompt)-1:], gold)
+		if near(always, end, 1e-4) || near(always, full, 1e-4) || near(end, full, 1e-4) {
+			t.Fatalf("%s: the masks make no difference: %v, %v, %v", name, always, end, full)
+		}
+		r := evaluate(t, m, set(s), eval.Options{Extra: 2}, eval.Contender{Name: "always", Plan: with(plan.EvictAlways)},
+			eval.Contender{Name: "always, chunked", Plan: with(plan.EvictAlways, chunked)}, eval.Contender{Name: "end", Plan: with(plan.EvictPrefillEnd)})
+		for i, want := range []float64{always, always, end} {
+			if got := r.Runs[i].Outcomes[0]; !near(got.LogProb, want, 1e-10) {
+				t.Errorf("%s, %s: log-probability %v, want %v", name, r.Runs[i].Name, got.LogProb, want)
+			}
+		}
+		// A prompt that is a question's context is masked the same way, token by token after that.
+		r = evaluate(t, m, set(s), eval.Options{Question: eval.QuestionAfter}, eval.Contender{Name: "always", Plan: with(plan.EvictAlways)})
+		if got := r.Runs[0].Outcomes[0]; !near(got.LogProb, always, 1e-10) {
+			t.Errorf("%s: with the question after eviction log-probability %v, want %v", name, got.LogProb, always)
+		}
+	}
+}
+
+// With one layer a key depends on its token and position alone. So a head that numbers what it keeps from 0 answers as
+// if the tokens kept were the whole text.
+func TestCacheSlotIsAShorterText(t *testing.T) {
+	c := enginetest.Tiny()
+	c.Layers = 1
+	m := newModel(t, enginetest.Weights{Config: c, Seed: 9}, ref.New[float64]())
+	s := sample(0, enginetest.Tokens(c, 50, 7), 2, 12)
+	prompt, gold, _ := s.Quiz()
+	const sinks, recent = 3, 7
+	var logits [][]float64
+	for i := range gold {
+		n := len(prompt) + i
+		kept := slices.Concat(s.Tokens[:sinks], s.Tokens[n-recent:n])
+		if i == 0 { // the prompt's last query still saw all of it
+			kept = prompt
+		}
+		all := forward(t, m, &engine.Sequence{Tokens: kept})
+		logits = append(logits, all[len(all)-1])
+	}
+	end, _ := goldOf(logits, gold)
+	kept := slices.Concat(s.Tokens[:sinks], prompt[len(prompt)-recent:])
+	logits[0] = forward(t, m, &engine.Sequence{Tokens: kept})[len(kept)-1]
+	chunks, _ := goldOf(logits, gold)
+	q := plan.Streaming{SinkTokens: sinks, RecentTokens: recent, Evict: plan.EvictPrefillEnd, Decode: plan.DecodeRolling, Positions: plan.PositionsCacheSlot}
+	forever := q
+	forever.Evict = plan.EvictAlways
+	r := evaluate(t, m, set(s), eval.Options{}, eval.Contender{Name: "end", Plan: newPlan(t, &c, 4, everywhere(q))},
+		eval.Contender{Name: "always", Plan: newPlan(t, &c, 4, everywhere(forever), chunked)})
+	for i, want := range []float64{end, chunks} {
+		if got := r.Runs[i].Outcomes[0].LogProb; !near(got, want, 1e-10) {
+			t.Errorf("%s: log-probability %v, want %v", r.Runs[i].Name, got, want)
+		}
+	}
+}
+
+// What comes out of a plan does not depend on the plans beside it, bit by bit.
+func TestContendersDoNotMeet(t *testing.T) {
+	for seed := range uint64(6) {
+		r := rand.New(rand.NewPCG(seed, 77))
+		c := enginetest.Tiny()
+		m := newModel(t, enginetest.Weights{Config: c, Seed: 4}, ref.New[float64]())
+		s, x := sample(0, enginetest.Tokens(c, 40, seed), 3, 4), text(0, enginetest.Tokens(c, 30, seed+100))
+		sets, o := append(set(s, sample(1, enginetest.Tokens(c, 33, seed+9), 2, 3)), set(x)...), eval.Options{Extra: 5, TextTokens: 6}
+		var all []eval.Contender
+		for i := range 5 {
+			all = append(all, eval.Contender{Name: fmt.Sprint(i), Plan: anyPlan(t, r, &c, 4)})
+		}
+		together := evaluate(t, m, sets, o, all...)
+		reversed := slices.Clone(all)
+		slices.Reverse(reversed)
+		backwards := evaluate(t, m, sets, o, reversed...)
+		for i, one := range all {
+			alone := evaluate(t, m, sets, o, one)
+			for _, other := range []eval.Run{alone.Runs[0], backwards.Runs[len(all)-1-i]} {
+				if got := together.Runs[i]; fmt.Sprint(got) != fmt.Sprint(other) {
+					t.Errorf("seed %d, plan %d: %+v beside others, alone or in another order %+v", seed, i, got, other)
+				}
+			}
+			if fmt.Sprint(alone.Full.Outcomes) != fmt.Sprint(together.Full.Outcomes) && one.Plan.Cache.Granularity == all[0].Plan.Cache.Granularity {
+				t.Errorf("seed %d, plan %d: the full cache gives %+v beside it, %+v beside all", seed, i, alone.Full, together.Full)
+			}
+		}
+	}
+}
+
+// The fast backend gives what the plain one gives, and the same bits whatever the number of threads.
+func TestBackends(t *testing.T) {
+	c := windowed()
+	w := enginetest.Weights{Config: c, Seed: 12}
+	r := rand.New(rand.NewPCG(3, 33))
+	var contenders []eval.Contender
+	for i := range 10 {
+		contenders = append(contenders, eval.Contender{Name: fmt.Sprint(i), Plan: anyPlan(t, r, &c, 8)})
+	}
+	sets := append(set(sample(0, enginetest.Tokens(c, 60, 1), 3, 6)), set(text(0, enginetest.Tokens(c, 40, 2)))...)
+	o := eval.Options{TextTokens: 8}
+	want := evaluate(t, newModel(t, w, ref.New[float64]()), sets, o, contenders...)
+	var first *eval.Result
+	for _, threads := range []int{1, 3, 8} {
+		b, err := cpu.New(cpu.Options{Threads: threads})
+		if err != nil {
+			t.Fatal(err)
+		}
+		got := evaluate(t, newModel(t, w, b), sets, o, contenders...)
+		b.Close()
+		if first == nil {
+			first = got
+		}
+		for i := range got.Runs {
+			x, y, z := got.Runs[i], want.Runs[i], first.Runs[i]
+			if !near(x.Outcomes[0].LogProb, y.Outcomes[0].LogProb, 1e-3) || !near(x.Texts[0].KL, y.Texts[0].KL, 1e-3) || x.Outcomes[0].Bytes != y.Outcomes[0].Bytes {
+				t.Errorf("%d threads, plan %d: %+v, plain backend %+v", threads, i, x, y)
+			}
+			if fmt.Sprint(x) != fmt.Sprint(z) {
+				t.Errorf("%d threads, plan %d: %+v, one thread %+v", threads, i, x, z)
+			}
+		}
+	}
+}
+
+// Scattered tokens take more blocks and give the same answers.
+func TestScattered(t *testing.T) {
+	c := enginetest.Tiny()
+	m := newModel(t, enginetest.Weights{Config: c, Seed: 5}, ref.New[float64]())
+	q := plan.TopK{BudgetTokens: 12, ObservationWindow: 2, Pool: plan.Pool{Kind: plan.PoolNone, Kernel: 1}, Aggregate: plan.AggregateMean,
+		Evict: plan.EvictPrefillEnd, Decode: plan.DecodeStatic, Positions: plan.PositionsOriginal}
+	sets := set(sample(0, enginetest.Tokens(c, 90, 1), 3, 6))
+	for i, change := range []func(*plan.Plan){func(*plan.Plan) {}, chunked} {
+		contender := eval.Contender{Name: "topk", Plan: newPlan(t, &c, 8, everywhere(q), change)}
+		packed, scattered := evaluate(t, m, sets, eval.Options{}, contender), evaluate(t, m, sets, eval.Options{Scattered: true}, contender)
+		a, b := packed.Runs[0].Outcomes[0], scattered.Runs[0].Outcomes[0]
+		if !near(a.LogProb, b.LogProb, 1e-12) || a.Rank != b.Rank || a.Text != b.Text || a.Bytes >= b.Bytes || b.Bytes > b.FullBytes {
+			t.Errorf("%d: packed %+v, scattered %+v", i, a, b)
+		}
+	}
+}
+
+// An answer that is right ends where the model ends it, and one that is wrong is what the model would have written.
+func TestAnswers(t *testing.T) {
+	c := enginetest.Tiny()
+	m := newModel(t, enginetest.Weights{Config: c, Seed: 6}, ref.New[float64]())
+	prompt := enginetest.Tokens(c, 20, 3)
+	written := slices.Clone(prompt)
+	for range 8 {
+		logits := forward(t, m, &engine.Sequence{Tokens: written})
+		written = append(written, argmax(logits[len(logits)-1]))
+	}
+	answer := written[20:]
+	contender := eval.Contender{Name: "x", Plan: newPlan(t, &c, 4, everywhere(plan.Full{}))}
+	wrong := slices.Clone(answer[:4])
+	wrong[2] = (wrong[2] + 1) % int32(c.Vocab)
+	for name, x := range map[string]struct {
+		gold  []int32
+		extra int
+		stop  []int32
+		want  []int32
+	}{
+		"the model's own answer":   {answer[:4], 3, nil, answer[:7]},
+		"no more than that":        {answer[:4], 0, nil, answer[:4]},
+		"one of another end":       {wrong, 3, nil, answer[:7]},
+		"one that ends":            {answer[:4], 3, answer[5:6], answer[:slices.Index(answer, answer[5])]},
+		"one with an end in it":    {answer[:4], 3, answer[1:2], answer[:slices.Index(answer, answer[1])]},
+		"one that ends before any": {wrong, 3, answer[:1], nil},
+	} {
+		s := sample(0, slices.Concat(prompt, x.gold), 2, len(x.gold))
+		s.Expected = []string{letters{}.Decode(x.gold)}
+		r := evaluate(t, m, set(s), eval.Options{Extra: x.extra, Stop: x.stop}, contender)
+		for _, run := range append(r.Runs, r.Full) {
+			logprob, _ := goldOf(forward(t, m, &engine.Sequence{Tokens: s.Tokens})[len(prompt)-1:], x.gold)
+			got := run.Outcomes[0]
+			right := len(x.want) >= len(x.gold) && slices.Equal(x.want[:len(x.gold)], x.gold)
+			if got.Text != (letters{}.Decode(x.want)) || !near(got.LogProb, logprob, 1e-10) || got.Right != right || got.Exact != slices.Equal(x.want, x.gold) {
+				t.Errorf("%s, %s: %+v, want text %q, right %v, log-probability %v", name, run.Name, got, letters{}.Decode(x.want), right, logprob)
+			}
+		}
+	}
+}
+
+func TestEvaluateRefuses(t *testing.T) {
+	c := enginetest.Tiny()
+	m := newModel(t, enginetest.Weights{Config: c, Seed: 6}, ref.New[float64]())
+	good := sample(0, enginetest.Tokens(c, 30, 3), 2, 4)
+	full := func(c engine.Config, block int, change ...func(*plan.Plan)) eval.Contender {
+		return eval.Contender{Name: "mine", Plan: newPlan(t, &c, block, everywhere(plan.Full{}), change...)}
+	}
+	shape := func(change func(c *engine.Config)) []eval.Contender {
+		other := c
+		change(&other)
+		return []eval.Contender{full(c, 4), full(other, 4)}
+	}
+	unknown := full(c, 4)
+	unknown.Plan.Layers[1][0] = "nothing"
+	ragged := full(c, 4)
+	ragged.Plan.Layers[2] = ragged.Plan.Layers[2][:1]
+	refuse := plan.FastGen{Classes: []plan.Class{plan.ClassSpecial}, LocalRatio: 1, MaxTokens: 5, Overflow: plan.Refuse, Evict: plan.EvictPrefillEnd,
+		Decode: plan.DecodeStatic, Positions: plan.PositionsOriginal}
+	noAnswer, outside := good, good
+	noAnswer.Spans = []datasets.Span{{Kind: datasets.SpanHaystack, End: 28}, {Kind: datasets.SpanQuestion, Start: 28, End: 30}}
+	outside.Tokens = slices.Clone(good.Tokens)
+	outside.Tokens[5] = int32(c.Vocab)
+	onlyQuestion := good
+	onlyQuestion.Spans = []datasets.Span{{Kind: datasets.SpanQuestion, End: 26}, {Kind: datasets.SpanAnswer, Start: 26, End: 30}}
+	for name, x := range map[string]struct {
+		contenders []eval.Contender
+		sample     datasets.Sample
+		o          eval.Options
+		want       string
+		is         error
+	}{
+		"no plans":                     {nil, good, eval.Options{}, "no plans", nil},
+		"blocks of two sizes":          {[]eval.Contender{full(c, 4), full(c, 8)}, good, eval.Options{}, "blocks of 8 tokens", nil},
+		"other layers":                 {shape(func(c *engine.Config) { c.Layers = 2 }), good, eval.Options{}, "mine is a plan for a model of another shape", nil},
+		"other KV heads":               {shape(func(c *engine.Config) { c.KVHeads = 4 }), good, eval.Options{}, "another shape", nil},
+		"other heads":                  {shape(func(c *engine.Config) { c.Heads = 8 }), good, eval.Options{}, "another shape", nil},
+		"another head dimension":       {shape(func(c *engine.Config) { c.HeadDim = 16 }), good, eval.Options{}, "another shape", nil},
+		"windows the model has not":    {shape(func(c *engine.Config) { c.SlidingWindow = []int{0, 0, 9} }), good, eval.Options{}, "another shape", nil},
+		"the only plan is for another": {shape(func(c *engine.Config) { c.Layers = 2 })[1:], good, eval.Options{}, "mine is a plan for a model of another shape", nil},
+		"an unknown policy":            {[]eval.Contender{unknown}, good, eval.Options{}, "nothing", nil},
+		"a row too short":              {[]eval.Contender{ragged}, good, eval.Options{}, "another shape", nil},
+		"more than a policy takes":     {[]eval.Contender{{Name: "mine", Plan: newPlan(t, &c, 4, everywhere(refuse))}}, good, eval.Options{}, "mine, layer 0, KV head 0", plan.ErrOverflow},
+		"more than a pin takes": {[]eval.Contender{full(c, 4, func(p *plan.Plan) {
+			p.Pins = []plan.Pin{{Pattern: ".", MaxTokens: 3, Overflow: plan.Refuse}}
+		})}, good, eval.Options{}, "pin 0", plan.ErrOverflow},
+		"a question without an answer":    {[]eval.Contender{full(c, 4)}, noAnswer, eval.Options{}, "without an answer", nil},
+		"a token outside the vocabulary":  {[]eval.Contender{full(c, 4)}, outside, eval.Options{}, "vocabulary", nil},
+		"one in a prompt token by token":  {[]eval.Contender{full(c, 4, chunked)}, outside, eval.Options{}, "vocabulary", nil},
+		"a question without context":      {[]eval.Contender{full(c, 4)}, onlyQuestion, eval.Options{Question: eval.QuestionAfter}, "context", nil},
+		"a text of one token":             {[]eval.Contender{full(c, 4)}, text(7, good.Tokens[:1]), eval.Options{TextTokens: 5}, "text 7", nil},
+		"a text with nothing to predict":  {[]eval.Contender{full(c, 4)}, text(7, good.Tokens), eval.Options{}, "text 7", nil},
+		"a budget of fewer tokens than 0": {[]eval.Contender{full(c, 4)}, good, eval.Options{Extra: -20}, "-20", nil},
+	} {
+		r, err := eval.Evaluate(context.Background(), m, letters{}, set(x.sample), x.contenders, x.o)
+		if err == nil || r != nil || !strings.Contains(err.Error(), x.want) || x.is != nil && !errors.Is(err, x.is) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	for _, change := range []func(*plan.Plan){func(*plan.Plan) {}, chunked} {
+		ctx, cancel := context.WithCancel(context.Background())
+		o := eval.Options{Progress: func(int, int) { cancel() }}
+		if _, err := eval.Evaluate(ctx, m, letters{}, set(good, good), []eval.Contender{full(c, 4, change)}, o); !errors.Is(err, context.Canceled) {
+			t.Errorf("cancelled after a sample: %v", err)
+		}
+	}
+	broken, err := engine.New(c, noNumber{enginetest.Weights{Config: c, Seed: 6}}, ref.New[float64]())
+	if err != nil {
+		t.Fatal(err)
+	}
+	var bad *engine.NonFiniteError
+	if _, err := eval.Evaluate(context.Background(), broken, letters{}, set(good), []eval.Contender{full(c, 4)}, eval.Options{}); !errors.As(err, &bad) || bad.Layer != 1 {
+		t.Errorf("weights that are no numbers: %v", err)
+	}
+}
+
+// On a real model: the full cache is the engine's own, heads that stream lose a needle out of their reach, and without
+// sinks a window that moves on loses the language itself (StreamingLLM, Xiao et al. 2023, section 3.1).
+func TestRealModel(t *testing.T) {
+	path := os.Getenv("KVPROFILE_TEST_MODEL")
+	if path == "" {
+		t.Skip("set KVPROFILE_TEST_MODEL to the path that scripts/smollm2.sh prints")
+	}
+	files, err := model.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer files.Close()
+	b, err := cpu.New(cpu.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Close()
+	m, err := engine.New(files.Config, files, b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const length = 600
+	build := func(task string) *datasets.Dataset {
+		d, err := datasets.Build(files.Tokenizer, nil, datasets.TaskOptions{Task: task, Lengths: []int{length}, Count: 1, Seed: 3, Purpose: datasets.Calibration})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return d
+	}
+	streaming := func(sinks, recent int) plan.Policy {
+		return plan.Streaming{SinkTokens: sinks, RecentTokens: recent, Evict: plan.EvictAlways, Decode: plan.DecodeRolling, Positions: plan.PositionsOriginal}
+	}
+	contenders := []eval.Contender{
+		{Name: "sinks", Plan: newPlan(t, &files.Config, 16, everywhere(streaming(4, 60)))},
+		{Name: "window", Plan: newPlan(t, &files.Config, 16, everywhere(streaming(0, 64)))},
+	}
+	needle := build(datasets.TaskMultiKey)
+	prompt, gold, _ := needle.Samples[0].Quiz()
+	r, err := eval.Evaluate(context.Background(), m, files.Tokenizer, []*datasets.Dataset{needle, build(datasets.TaskText)}, contenders,
+		eval.Options{Extra: 8, TextTokens: 64})
+	if err != nil {
+		t.Fatal(err)
+	}
+
+	cache := m.NewCache(len(prompt) + len(gold) + 8)
+	s := &engine.Sequence{Tokens: prompt, Cache: cache, LogitRows: []int{len(prompt) - 1}}
+	var written []int32
+	logprob := 0.0
+	for {
+		if err := m.Forward(context.Background(), s); err != nil {
+			t.Fatal(err)
+		}
+		if i := len(written); i < len(gold) && slices.Equal(written, gold[:i]) {
+			p, _ := eval.LogProbRank(s.Logits[0], gold[i])
+			logprob += p / float64(len(gold))
+		}
+		if written = append(written, argmax(s.Logits[0])); len(written) == len(gold)+8 {
+			break
+		}
+		s = &engine.Sequence{Tokens: written[len(written)-1:], Cache: cache, LogitRows: []int{0}}
+	}
+	full := r.Full.Outcomes[0]
+	if want := files.Tokenizer.Decode(written); full.Text != want || !full.Right || !near(full.LogProb, logprob, 1e-4) {
+		t.Errorf("full cache writes %q (%v), the engine %q (%v)", full.Text, full.LogProb, want, logprob)
+	}
+	t.Logf("needle: log-probability %.3f with the full cache, %.3f with sinks, %.3f without", full.LogProb, r.Runs[0].Outcomes[0].LogProb, r.Runs[1].Outcomes[0].LogProb)
+	for _, run := range r.Runs {
+		if got := run.Outcomes[0]; got.Right || full.LogProb-got.LogProb < 1 {
+			t.Errorf("%s: answers %q with log-probability %v, the full cache %v", run.Name, got.Text, got.LogProb, full.LogProb)
+		}
+	}
+	perplexity := func(run eval.Run) float64 { return math.Exp(run.Texts[0].NLL / float64(run.Texts[0].Tokens)) }
+	all, sinks, window := perplexity(r.Full), perplexity(r.Runs[0]), perplexity(r.Runs[1])
+	t.Logf("perplexity %.2f with the full cache, %.2f with 4 sinks and 60 recent tokens, %.2f with 64 recent tokens", all, sinks, window)
+	if sinks > 2*all || window < 2*sinks {
+		t.Errorf("perplexity %v with the full cache, %v with sinks, %v without", all, sinks, window)
+	}
+}
+
+// noNumber are weights with a NaN in layer 1.
+type noNumber struct{ enginetest.Weights }
+
+func (w noNumber) Matrix(name string) (engine.Matrix, error) {
+	m, err := w.Weights.Matrix(name)
+	if strings.Contains(name, "layers.1.mlp.down_proj") {
+		copy(m.Data, []byte{0, 0, 0xc0, 0x7f})
+	}
+	return m, err
+}
