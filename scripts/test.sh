@@ -21,5 +21,8 @@ for target in linux/amd64 linux/arm64 darwin/arm64; do
 	CGO_ENABLED=0 GOOS=${target%/*} GOARCH=${target#*/} go build -o /dev/null ./...
 done
 
+step "kernels through ptxas"
+scripts/ptxas.sh >/dev/null
+
 step tests
 go test -timeout 40m ./...

@@ -8,6 +8,8 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/kvprofile/kvprofile/internal/engine"
+	"github.com/kvprofile/kvprofile/internal/engine/cuda"
 	"github.com/kvprofile/kvprofile/internal/ui"
 )
 
@@ -22,11 +24,17 @@ type app struct {
 	env    map[string]string
 	ui     *ui.UI
 	shared sharedFlags
+	// libraries loads the driver and cuBLAS.
+	libraries func(cublas string) (cuda.Symbols, error)
 }
 
 // Main runs the command and returns its exit code. ctx ends on an interrupt. env holds KEY=VALUE strings.
 func Main(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer, env []string) int {
-	a := &app{args: args, stdin: stdin, stdout: stdout, stderr: stderr, env: map[string]string{}}
+	return (&app{libraries: cuda.Libraries}).main(ctx, args, stdin, stdout, stderr, env)
+}
+
+func (a *app) main(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io.Writer, env []string) int {
+	a.args, a.stdin, a.stdout, a.stderr, a.env = args, stdin, stdout, stderr, map[string]string{}
 	for _, kv := range env {
 		if key, value, ok := strings.Cut(kv, "="); ok {
 			a.env[key] = value
@@ -39,13 +47,27 @@ func Main(ctx context.Context, args []string, stdin io.Reader, stdout, stderr io
 	root.SetIn(stdin)
 	root.SetOut(stdout)
 	root.SetErr(stderr)
-	err := root.ExecuteContext(ctx)
+	err := execute(ctx, root)
 	if err == nil {
 		return exitDone
 	}
 	code, err := classify(err)
 	a.ui.Error(err, code)
 	return code
+}
+
+// execute runs the verb. A device that fails where no error can be returned is an error here.
+func execute(ctx context.Context, root *cobra.Command) (err error) {
+	defer func() {
+		switch f := recover().(type) {
+		case nil:
+		case *engine.Failure:
+			err = f.Err
+		default:
+			panic(f)
+		}
+	}()
+	return root.ExecuteContext(ctx)
 }
 
 func (a *app) root() *cobra.Command {
@@ -78,7 +100,7 @@ bytes and the evidence for it.`,
 		return ui.Hint(err, "%s --help lists the flags", cmd.CommandPath())
 	})
 	root.AddCommand(a.runCommand(), a.inspectCommand(), a.datasetsCommand(), a.profileCommand(), a.distillCommand(),
-		a.fastgenCommand(), a.pyramidCommand(), a.compileCommand(), a.checkCommand(), a.evalCommand(), a.reportCommand(), a.exportCommand(), a.diffCommand(), a.mergeCommand(), a.schemaCommand(), a.versionCommand())
+		a.fastgenCommand(), a.pyramidCommand(), a.compileCommand(), a.checkCommand(), a.evalCommand(), a.reportCommand(), a.exportCommand(), a.diffCommand(), a.mergeCommand(), a.schemaCommand(), a.doctorCommand(), a.versionCommand())
 	return root
 }
 

@@ -10,6 +10,7 @@ import (
 	"github.com/kvprofile/kvprofile/distill"
 	"github.com/kvprofile/kvprofile/internal/dtype"
 	"github.com/kvprofile/kvprofile/internal/engine"
+	"github.com/kvprofile/kvprofile/internal/engine/cuda"
 	"github.com/kvprofile/kvprofile/internal/model"
 	"github.com/kvprofile/kvprofile/internal/ui"
 	"github.com/kvprofile/kvprofile/profile"
@@ -103,8 +104,13 @@ func distillCost(cfg engine.Config, lengths []int, o distill.Options) cost {
 	return c
 }
 
-// weightBytes is the memory of the weights in the form that the CPU backend computes with.
-func weightBytes(m *model.Model) int64 { return 4*m.Inspect().Parameters + m.Inspect().WeightBytes }
+// weightBytes is the memory of the weights in the form that the backend computes with.
+func weightBytes(m *model.Model, b engine.Backend) int64 {
+	if g, ok := b.(*cuda.Backend); ok {
+		return min(g.WeightBytes(m.Inspect().Parameters), g.WeightLimit())
+	}
+	return 4*m.Inspect().Parameters + m.Inspect().WeightBytes
+}
 
 // speed measures the backend's matrix products, in floating-point operations a second, for a few hundredths of a second.
 func speed(b engine.Backend) (float64, error) {
@@ -116,11 +122,17 @@ func speed(b engine.Backend) (float64, error) {
 	defer b.Unload(w)
 	x, y := b.New(rows, inner), b.New(rows, cols)
 	defer b.Free(x, y)
-	b.MatMul(y, x, w, false) // the first call also makes the buffers
+	// Reading a row waits for the product where products are only queued.
+	first := make([]float64, cols)
+	product := func() {
+		b.MatMul(y, x, w, false)
+		b.Download(first, b.Slice(y, 0, 1))
+	}
+	product() // the first call also makes the buffers
 	best := math.Inf(1)
 	for begin := time.Now(); time.Since(begin) < 50*time.Millisecond; {
 		start := time.Now()
-		b.MatMul(y, x, w, false)
+		product()
 		best = min(best, time.Since(start).Seconds())
 	}
 	return 2 * rows * inner * cols / best, nil
@@ -128,7 +140,7 @@ func speed(b engine.Backend) (float64, error) {
 
 // dryRun prints what the stages will take on this machine.
 func (a *app) dryRun(m *model.Model, costs []cost) error {
-	b, err := a.newBackend("", "")
+	b, err := a.newBackend(m.Inspect().Parameters, "", "", "")
 	if err != nil {
 		return err
 	}
@@ -137,7 +149,7 @@ func (a *app) dryRun(m *model.Model, costs []cost) error {
 	if err != nil {
 		return err
 	}
-	weights := weightBytes(m)
+	weights := weightBytes(m, b)
 	type line struct {
 		Stage   string  `json:"stage"`
 		Memory  int64   `json:"memory_bytes"`
@@ -161,6 +173,9 @@ func (a *app) dryRun(m *model.Model, costs []cost) error {
 			Flops   float64 `json:"flops"`
 			Stages  []line  `json:"stages"`
 		}{b.Name(), flops, lines})
+	}
+	if g, ok := b.(*cuda.Backend); ok && total.Memory > g.Info().Memory {
+		a.ui.Warn("%s has %s of memory: this will not fit; take shorter samples", a.shared.device, ui.Bytes(g.Info().Memory))
 	}
 	a.ui.Note("%s, %d threads, %.0f GFLOP/s; nothing is run; times are right within a factor of two or so", b.Name(), a.shared.threads, flops/1e9)
 	t := ui.Table{Header: []string{"stage", "memory", "disk", "time"}}

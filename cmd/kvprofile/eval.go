@@ -188,7 +188,7 @@ func (a *app) eval(ctx context.Context, name string, f *evalFlags) error {
 			return err
 		}
 	}
-	backend, err := a.newBackend("", "")
+	backend, err := a.newBackend(m.Inspect().Parameters, "", "", "")
 	if err != nil {
 		return err
 	}
@@ -388,7 +388,7 @@ func (a *app) evalSpeed(ctx context.Context, m *model.Model, p *plan.Plan, f *ev
 	if err != nil {
 		return err
 	}
-	backend, err := a.newBackend("", "")
+	backend, err := a.newBackend(m.Inspect().Parameters, "", "", "")
 	if err != nil {
 		return err
 	}

@@ -20,6 +20,7 @@ const envPrefix = "KVPROFILE_"
 type sharedFlags struct {
 	out     string
 	device  string
+	cublas  string
 	threads int
 	seed    uint64
 	json    bool
@@ -34,7 +35,8 @@ type sharedFlags struct {
 func (s *sharedFlags) add(f *pflag.FlagSet) {
 	f.SortFlags = false
 	f.StringVarP(&s.out, "out", "o", "", "where the results go (default depends on the verb)")
-	f.StringVar(&s.device, "device", "auto", "auto or cpu")
+	f.StringVar(&s.device, "device", "auto", "auto (the CPU), cpu, cuda or cuda:N, the N-th NVIDIA GPU")
+	f.StringVar(&s.cublas, "cublas", "", "file or folder of libcublas; looked for in the usual places by default")
 	f.IntVar(&s.threads, "threads", 0, "threads to compute with; 0 means all CPUs; results do not depend on it")
 	f.Uint64Var(&s.seed, "seed", 42, "seed of everything drawn by chance")
 	f.BoolVar(&s.json, "json", false, "write results, and the error, as JSON")
@@ -59,15 +61,7 @@ func (a *app) configure(cmd *cobra.Command, _ []string) error {
 	if a.shared.threads == 0 {
 		a.shared.threads = runtime.GOMAXPROCS(0)
 	}
-	switch device := a.shared.device; {
-	case device == "auto" || device == "cpu":
-		a.shared.device = "cpu"
-	case device == "cuda" || strings.HasPrefix(device, "cuda:"):
-		return ui.Hint(fmt.Errorf("device %q is not available: this build computes on the CPU only", device), "use --device cpu, or leave the flag out")
-	default:
-		return usagef("unknown device %q, expected auto or cpu", device)
-	}
-	return nil
+	return a.shared.checkDevice()
 }
 
 // fill sets the flags that the command line left out: from KVPROFILE_* variables, then from the configuration file.

@@ -12,7 +12,6 @@ import (
 	"github.com/kvprofile/kvprofile/datasets"
 	"github.com/kvprofile/kvprofile/internal/chat"
 	"github.com/kvprofile/kvprofile/internal/engine"
-	"github.com/kvprofile/kvprofile/internal/engine/cpu"
 	"github.com/kvprofile/kvprofile/internal/hub"
 	"github.com/kvprofile/kvprofile/internal/model"
 	"github.com/kvprofile/kvprofile/internal/run"
@@ -69,11 +68,6 @@ func identity(p model.Fingerprint) string { return identityOf(p.Config, p.Weight
 func identityOf(config, weights, tokenizer string) string {
 	sum := sha256.Sum256([]byte(config + "\n" + weights + "\n" + tokenizer))
 	return hex.EncodeToString(sum[:])
-}
-
-// newBackend returns the CPU backend. "" is the best that this processor has.
-func (a *app) newBackend(tier, precision string) (engine.Backend, error) {
-	return cpu.New(cpu.Options{Threads: a.shared.threads, Tier: tier, Precision: precision})
 }
 
 // tierOf splits a backend's name, "cpu avx512 f32", into device, tier and precision.

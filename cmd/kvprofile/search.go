@@ -95,7 +95,7 @@ func (a *app) search(ctx context.Context, from compileInputs, path string, s *se
 	if err != nil {
 		return nil, err
 	}
-	backend, err := a.newBackend("", "")
+	backend, err := a.newBackend(m.Inspect().Parameters, "", "", "")
 	if err != nil {
 		return nil, err
 	}

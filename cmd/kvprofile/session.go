@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 
 	"github.com/kvprofile/kvprofile/internal/engine"
+	"github.com/kvprofile/kvprofile/internal/engine/cuda"
 	"github.com/kvprofile/kvprofile/internal/model"
 	"github.com/kvprofile/kvprofile/internal/run"
 	"github.com/kvprofile/kvprofile/internal/ui"
@@ -25,18 +26,21 @@ type session struct {
 
 // session locks the run folder of a model and chooses the backend: that which the folder was begun with.
 func (a *app) session(dir string, m *model.Model) (*session, error) {
-	tier, precision := "", ""
+	kind, tier, precision := "", "", ""
 	if !a.shared.force {
 		switch old, err := run.Read(dir); {
 		case err == nil:
-			tier, precision = old.Tier, old.Precision
+			kind, tier, precision = old.Device, old.Tier, old.Precision
 		case !errors.Is(err, fs.ErrNotExist):
 			return nil, ui.Hint(err, "choose another folder with --out, or begin anew with --force")
 		}
 	}
-	backend, err := a.newBackend(tier, precision)
+	backend, err := a.newBackend(m.Inspect().Parameters, kind, tier, precision)
+	if err != nil && kind != "" {
+		return nil, ui.Hint(fmt.Errorf("%s: begun on another device: %w", dir, err), "choose another folder with --out, or begin anew with --force")
+	}
 	if err != nil {
-		return nil, ui.Hint(fmt.Errorf("%s: begun on another processor: %w", dir, err), "choose another folder with --out, or begin anew with --force")
+		return nil, err
 	}
 	s := &session{app: a, model: m, print: m.Fingerprint(), backend: backend}
 	device, tier, precision := tierOf(backend)
@@ -71,6 +75,9 @@ func (s *session) engine() (*engine.Model, error) {
 	e, err := engine.New(s.model.Config, s.model, s.backend)
 	if err != nil {
 		return nil, &modelError{fmt.Errorf("model %s: %w", s.model.Path, err)}
+	}
+	if g, ok := s.backend.(*cuda.Backend); ok && g.Streamed() > 0 {
+		s.app.ui.Note("%s of the weights do not fit the GPU: they are copied to it whenever they are needed", ui.Bytes(g.Streamed()))
 	}
 	s.loaded = e
 	return e, nil

@@ -14,7 +14,8 @@ type Teacher struct {
 }
 
 // Teach runs the unmodified model. Free the result.
-func (m *Model) Teach(ctx context.Context, tokens []int32) (*Teacher, error) {
+func (m *Model) Teach(ctx context.Context, tokens []int32) (_ *Teacher, err error) {
+	defer caught(&err)
 	b := m.Backend
 	t := &Teacher{model: m}
 	keep := func(x Tensor) Tensor {
@@ -22,7 +23,7 @@ func (m *Model) Teach(ctx context.Context, tokens []int32) (*Teacher, error) {
 		b.Copy(y, x)
 		return y
 	}
-	err := m.Forward(ctx, &Sequence{Tokens: tokens, Observe: func(p Point, _ int, x Tensor) error {
+	err = m.Forward(ctx, &Sequence{Tokens: tokens, Observe: func(p Point, _ int, x Tensor) error {
 		switch p {
 		case PointAttention:
 			t.attention = append(t.attention, keep(x))
@@ -101,7 +102,8 @@ func (s *stash) free() { s.ownedBackend.Free(s.allocated...) }
 // Study runs the gated model. gates is [layer][KV head]; rows are the labelled tokens; stashLimit is the memory in
 // bytes that may hold activations until Backward: above it they are computed again, one layer at a time. Free the
 // result; the teacher must live as long.
-func (m *Model) Study(ctx context.Context, tokens []int32, t *Teacher, gates [][]float64, mask Mask, rows []int, stashLimit int64) (*Student, error) {
+func (m *Model) Study(ctx context.Context, tokens []int32, t *Teacher, gates [][]float64, mask Mask, rows []int, stashLimit int64) (_ *Student, err error) {
+	defer caught(&err)
 	if err := m.checkSequence(&Sequence{Tokens: tokens, LogitRows: rows}); err != nil {
 		return nil, err
 	}
@@ -201,7 +203,8 @@ func (s *Student) spec(l int) AttentionSpec {
 }
 
 // Backward returns the gradient of scale * Loss with respect to the gates, [layer][KV head]. It can be called once.
-func (s *Student) Backward(ctx context.Context, scale float64) ([][]float64, error) {
+func (s *Student) Backward(ctx context.Context, scale float64) (_ [][]float64, err error) {
+	defer caught(&err)
 	m := s.model
 	b, cfg, n := m.Backend, m.Config, s.top.Rows()
 	grads := make([][]float64, len(m.layers))
