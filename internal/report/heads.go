@@ -88,7 +88,7 @@ func scoreTitle(name string) string {
 	case distill.ScoreDataLight:
 		return "Data-light score"
 	case distill.ScoreNeedleMass:
-		return "Attention from answers to needles"
+		return "Answers' attention to needles"
 	case distill.ScoreCopy:
 		return "Copy score"
 	}
@@ -253,25 +253,20 @@ func rgbOf(s string) (c rgb) {
 	return c
 }
 
-// budgetsFigures are the layers' budgets beside the arithmetic pyramid of the same total: those of pyramid.json, and
-// what the plan keeps.
+// budgetsFigures are the layers' budgets beside the arithmetic pyramid of the same total, and what they follow from.
 func (in *Inputs) budgetsFigures() ([]Figure, error) {
-	var out []Figure
-	if a := in.Pyramid; a != nil {
-		f, err := in.budgetsOf(a)
-		if err != nil {
-			return nil, err
-		}
-		out = append(out, f)
+	a := in.Pyramid
+	budgets, err := in.budgetsOf(a)
+	if err != nil {
+		return nil, err
 	}
-	if in.Plan != nil {
-		f, err := in.keptByLayer()
-		if err != nil {
-			return nil, err
-		}
-		out = append(out, f)
+	need := series{name: "keys", style: 2, bars: true}
+	for l, v := range a.Measurement.Keys {
+		need.points = append(need.points, at(float64(l), v, fmt.Sprintf("layer %d\n%.1f keys hold %s of the attention\nvariation %.3g, entropy %.3g", l, v, percent(a.Options.Mass), a.Measurement.Variation[l], a.Measurement.Entropy[l])))
 	}
-	return out, nil
+	c := layerChart("layer-needs", fmt.Sprintf("Keys that hold %s of the attention", percent(a.Options.Mass)), "keys, mean of heads and rows", need)
+	c.label = fmt.Sprintf("From %.0f to %.0f keys.", slices.Min(a.Measurement.Keys), slices.Max(a.Measurement.Keys))
+	return []Figure{budgets, c.figure()}, nil
 }
 
 func (in *Inputs) budgetsOf(a *pyramid.Artefact) (Figure, error) {
@@ -285,9 +280,7 @@ func (in *Inputs) budgetsOf(a *pyramid.Artefact) (Figure, error) {
 	line := series{name: "arithmetic, same total", style: 1, line: true, marks: len(a.Budgets) <= 48}
 	for l, b := range a.Budgets {
 		hover := fmt.Sprintf("layer %d\n%s %d tokens\narithmetic %d tokens", l, a.Request.Mode, b, arithmetic.Budgets[l])
-		if l < len(a.Measurement.Keys) {
-			hover += fmt.Sprintf("\n%.0f keys hold %s of the attention", a.Measurement.Keys[l], percent(a.Options.Mass))
-		}
+		hover += fmt.Sprintf("\n%.0f keys hold %s of the attention", a.Measurement.Keys[l], percent(a.Options.Mass))
 		bars.points = append(bars.points, at(float64(l), float64(b), hover))
 		line.points = append(line.points, at(float64(l), float64(arithmetic.Budgets[l]), hover))
 	}
@@ -333,7 +326,7 @@ func (in *Inputs) keptByLayer() (Figure, error) {
 	if err == nil { // no schedule divides a total below a token a layer
 		all = append(all, line)
 	}
-	c := layerChart("plan-by-layer", fmt.Sprintf("What the plan keeps of %s tokens", ui.Tokens(n)), "tokens of a KV head", all...)
+	c := layerChart("plan-by-layer", fmt.Sprintf("Kept by layer at %s tokens", ui.Tokens(n)), "tokens of a KV head", all...)
 	c.label = fmt.Sprintf("Mean tokens that a KV head keeps, by layer: from %.0f to %.0f.", slices.Min(kept), slices.Max(kept))
 	return c.figure(), nil
 }

@@ -57,9 +57,11 @@ type section struct {
 	Tables    []table
 }
 
+// say adds a paragraph; lines do not break before a percent sign.
 func (s *section) say(format string, args ...any) {
-	s.Texts = append(s.Texts, fmt.Sprintf(format, args...))
+	s.Texts = append(s.Texts, strings.ReplaceAll(fmt.Sprintf(format, args...), " %", "\u00a0%"))
 }
+
 func (s *section) lack(format string, args ...any) {
 	s.Missing = append(s.Missing, fmt.Sprintf(format, args...))
 }
@@ -166,6 +168,11 @@ func (in *Inputs) policies(_ *Report, s *section) error {
 	if err != nil {
 		return err
 	}
+	layers, err := in.keptByLayer()
+	if err != nil {
+		return err
+	}
+	s.Figures = append(s.Figures, layers)
 	p := in.Plan
 	t := table{Caption: "Bytes at the plan's lengths, one sequence, blocks of " + fmt.Sprint(p.Cache.BlockSize) + " tokens, " + string(p.Cache.Dtype), Header: []string{"prompt + generated", "kept", "full", "share", "peak in prefill"}}
 	for _, x := range p.Totals {
@@ -201,25 +208,18 @@ func (in *Inputs) gates(_ *Report, s *section) error {
 
 func (in *Inputs) budgets(_ *Report, s *section) error {
 	s.ID, s.Title = "budgets", "Layer budgets"
-	if in.Pyramid == nil {
+	a := in.Pyramid
+	if a == nil {
 		s.lack("There is no pyramid.json: what the layers need was not measured.")
+		return nil
 	}
-	if in.Plan == nil {
-		s.lack("There is no plan.json: what it keeps by layer is left out.")
+	s.say("How many tokens the layers get of a top-k budget, beside the arithmetic pyramid of the same total (PyramidKV, Cai et al. 2024), and what they need.")
+	for _, w := range a.Warnings {
+		s.say("The budgets of pyramid.json: %s.", strings.TrimSuffix(w.Message, "."))
 	}
 	var err error
-	if s.Figures, err = in.budgetsFigures(); err != nil {
-		return err
-	}
-	if len(s.Figures) > 0 {
-		s.say("Tokens by layer, beside the arithmetic pyramid of the same total (PyramidKV, Cai et al. 2024).")
-	}
-	if in.Pyramid != nil {
-		for _, w := range in.Pyramid.Warnings {
-			s.say("The budgets of pyramid.json: %s.", strings.TrimSuffix(w.Message, "."))
-		}
-	}
-	return nil
+	s.Figures, err = in.budgetsFigures()
+	return err
 }
 
 func (in *Inputs) attention(r *Report, s *section) error {

@@ -135,7 +135,7 @@ func (d *drawing) rect(x, y, w, h float64, attributes, hover string) {
 
 // heading writes the title of a figure, cut to its width.
 func (d *drawing) heading(width float64, title string) {
-	d.text(4, 14, "h", fit(title, width-8, charWidth*1.1))
+	d.text(4, 14, "h", fit(title, width-8, charWidth*1.25))
 }
 
 // fit cuts a text to a width.
