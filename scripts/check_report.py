@@ -5,8 +5,8 @@
 
 Checks: no console message, no request but for the file itself, every figure has marks of a size above nothing and with
 numbers, texts lie inside their figures, nothing is wider than the page at 390 pixels, hovering and arrow keys show
-numbers, the attention map is drawn and changes with the head, a legend brings out its series, dark mode is dark, and
-printing gives a PDF. Screenshots go to the folder --shots; with --png all figures are written there as PNG files.
+numbers, the attention map is drawn and changes with the head, figures can be saved as pictures, a legend brings out its
+series, dark mode is dark, and printing gives a PDF. Screenshots go to the folder --shots; with --png all figures are written there as PNG files.
 """
 
 import argparse
@@ -132,6 +132,19 @@ def main():
                 cell.click()
                 if page.input_value("#map-layer") != "1":
                     problems.append("a click on a KV head does not show its attention")
+        # Pictures.
+        for selector in ["figure .save", ".controls .save"]:
+            saves = page.locator(selector)
+            for i in {0, saves.count() - 1} if saves.count() else set():
+                if saves.nth(i).is_visible():
+                    with page.expect_download() as download:
+                        saves.nth(i).dispatch_event("click")
+                    data = pathlib.Path(download.value.path()).read_bytes()
+                    if not data.startswith(b"\x89PNG") or len(data) < 4000:
+                        problems.append(f"{download.value.suggested_filename} is no picture: {len(data)} bytes")
+                    said.append(f"{download.value.suggested_filename}: {len(data)} bytes")
+                    if args.shots:
+                        (args.shots / download.value.suggested_filename).write_bytes(data)
         choice = page.locator(".choices select")
         if choice.count():
             choice.first.select_option(index=choice.first.locator("option").count() - 1)

@@ -80,6 +80,44 @@ for (const lg of $$("svg.fig .lg")) {
   lg.addEventListener("keydown", e => { if (e.key === "Enter" || e.key === " ") { e.preventDefault(); e.stopPropagation(); toggle(); } });
 }
 
+// Any figure can be saved as a picture, in the colours of the moment.
+function save(canvas, name) {
+  const a = document.createElement("a");
+  a.href = canvas.toDataURL("image/png");
+  a.download = name + ".png";
+  a.click();
+}
+function button(owner, what, name, picture) {
+  const b = document.createElement("button");
+  b.type = "button";
+  b.className = "save";
+  b.textContent = "PNG";
+  b.setAttribute("aria-label", "Save " + what + " as a PNG file");
+  b.addEventListener("click", () => picture(name));
+  owner.append(b);
+}
+for (const svg of $$("figure svg.fig")) {
+  button(svg.parentNode, svg.getAttribute("aria-label"), svg.id.slice(4), name => {
+    const root = getComputedStyle(document.documentElement), value = v => root.getPropertyValue(v).trim();
+    const css = $("style").textContent.split("\n").filter(l => l.startsWith(".fig")).join("\n").replace(/var\((--[a-z0-9]+)\)/g, (_, v) => value(v));
+    const copy = svg.cloneNode(true), box = svg.viewBox.baseVal, scale = 3, style = document.createElementNS("http://www.w3.org/2000/svg", "style");
+    style.textContent = css;
+    copy.prepend(style);
+    copy.setAttribute("width", box.width);
+    copy.setAttribute("height", box.height);
+    const img = new Image();
+    img.onload = () => {
+      const c = document.createElement("canvas"), g = c.getContext("2d");
+      c.width = Math.round(box.width * scale); c.height = Math.round(box.height * scale);
+      g.fillStyle = value("--bg");
+      g.fillRect(0, 0, c.width, c.height);
+      g.drawImage(img, 0, 0, c.width, c.height);
+      save(c, name);
+    };
+    img.src = "data:image/svg+xml;charset=utf-8," + encodeURIComponent(new XMLSerializer().serializeToString(copy));
+  });
+}
+
 // Of the needle grids the full cache's stays, and one other is chosen.
 for (const box of $$(".choices")) {
   const all = $$(".choice", box);
@@ -155,6 +193,11 @@ function pick(e) {
   cell = [f((e.clientY - b.top) / b.height), f((e.clientX - b.left) / b.width)];
   draw();
 }
+button($(".controls"), "the attention map", "attention", name => {
+  cell = null;
+  draw();
+  save(canvas, name + "-layer-" + layer.value + "-head-" + head.value);
+});
 canvas.addEventListener("pointermove", pick);
 canvas.addEventListener("pointerdown", pick);
 canvas.addEventListener("pointerleave", () => { cell = null; draw(); });
