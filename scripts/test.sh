@@ -20,6 +20,7 @@ step "builds without cgo"
 for target in linux/amd64 linux/arm64 darwin/arm64; do
 	CGO_ENABLED=0 GOOS=${target%/*} GOARCH=${target#*/} go build -o /dev/null ./...
 done
+CGO_ENABLED=0 go build -tags nocuda -o /dev/null ./cmd/kvprofile
 
 step "kernels through ptxas"
 scripts/ptxas.sh >/dev/null

@@ -4,8 +4,6 @@ import (
 	"fmt"
 	"path/filepath"
 	"strings"
-
-	"github.com/ebitengine/purego"
 )
 
 // Library names one of the two shared libraries that the backend calls.
@@ -22,15 +20,6 @@ type Symbols func(l Library, name string) (uintptr, error)
 
 // proc is the address of a C function whose arguments are all integers or pointers.
 type proc uintptr
-
-// call calls the function; a result other than 0 is an error code. Pointers that are converted to uintptr in the call
-// stay valid during it.
-//
-//go:uintptrescapes
-func (p proc) call(args ...uintptr) int32 {
-	r, _, _ := purego.SyscallN(uintptr(p), args...)
-	return int32(r)
-}
 
 // api is the table of C functions.
 type api struct {
@@ -89,9 +78,9 @@ func Libraries(cublas string) (Symbols, error) {
 	}
 	return func(l Library, name string) (uintptr, error) {
 		if l == CUBLAS {
-			return purego.Dlsym(blas, name)
+			return symbol(blas, name)
 		}
-		return purego.Dlsym(driver, name)
+		return symbol(driver, name)
 	}, nil
 }
 
@@ -126,7 +115,7 @@ func cublasFiles(chosen string) []string {
 // load opens the first library that can be opened, and says what became of the others.
 func load(files ...string) (handle uintptr, tried []string) {
 	for _, f := range files {
-		h, err := purego.Dlopen(f, purego.RTLD_NOW|purego.RTLD_GLOBAL)
+		h, err := open(f)
 		if err == nil {
 			return h, tried
 		}
