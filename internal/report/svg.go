@@ -163,9 +163,10 @@ func esc(s string) string {
 	return html.EscapeString(s)
 }
 
-// px writes a length with a tenth of a pixel.
+// px writes a length with a tenth of a pixel. Rounding to a millionth first makes lengths that fall between two tenths go
+// the same way whether or not the processor fuses multiplications with additions.
 func px(v float64) string {
-	s := strings.TrimSuffix(strconv.FormatFloat(v, 'f', 1, 64), ".0")
+	s := strings.TrimSuffix(strconv.FormatFloat(math.Round(v*1e6)/1e6, 'f', 1, 64), ".0")
 	if s == "-0" {
 		return "0"
 	}
