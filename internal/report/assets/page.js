@@ -100,7 +100,7 @@ for (const svg of $$("figure svg.fig")) {
   button(svg.parentNode, svg.getAttribute("aria-label"), svg.id.slice(4), name => {
     const root = getComputedStyle(document.documentElement), value = v => root.getPropertyValue(v).trim();
     const css = $("style").textContent.split("\n").filter(l => l.startsWith(".fig")).join("\n").replace(/var\((--[a-z0-9]+)\)/g, (_, v) => value(v));
-    const copy = svg.cloneNode(true), box = svg.viewBox.baseVal, scale = 3, style = document.createElementNS("http://www.w3.org/2000/svg", "style");
+    const copy = svg.cloneNode(true), box = svg.viewBox.baseVal, scale = 3, style = document.createElementNS(svg.namespaceURI, "style");
     style.textContent = css;
     copy.prepend(style);
     copy.setAttribute("width", box.width);
