@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	"github.com/kvprofile/kvprofile/internal/engine/cpu"
+	"github.com/kvprofile/kvprofile/internal/engine/devices"
 )
 
 // In float32 and on every tier of kernels, loss and gradients at random gates stay within 1e-4 of PyTorch's float64, and
@@ -20,13 +21,15 @@ func TestFastBackendEqualsPyTorch(t *testing.T) {
 		for _, name := range fixtures {
 			f := loadFixture(t, name)
 			m, ds := f.model(t, backend), f.dataset()
-			loss := &studentLoss{model: m, opt: f.options(1), teachers: newTeachers(m, ds, 0, []int{0, 1, 2})}
+			opt := f.options(1)
+			opt.TeacherLimit = 0
+			loss := newStudentLoss(devices.Of(m), ds, opt, []int{0, 1, 2})
 			var flat []float64
 			for _, g := range f.Gates {
 				flat = append(flat, g...)
 			}
 			for i, want := range f.AtRandom {
-				loss.step, loss.sample = i, &ds.Samples[i]
+				loss.step = i
 				got, err := loss.forward(context.Background(), flat)
 				if err != nil {
 					t.Fatal(err)
@@ -42,8 +45,7 @@ func TestFastBackendEqualsPyTorch(t *testing.T) {
 				t.Logf("%s, %s, sample %d: loss off by %.1e, gradient by %.1e", backend.Name(), name, i, dl, dg)
 			}
 			loss.free()
-			loss.teachers.free()
-			tr, err := newTrainer(m, ds, f.options(f.Training.Steps), f.Training.Order)
+			tr, err := newTrainer(devices.Of(m), ds, f.options(f.Training.Steps), f.Training.Order)
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -27,7 +27,7 @@ func randomGates(seed uint64) *Gates {
 	}
 	return &Gates{Values: m(), Meta: Meta{Model: "m", Dataset: "d", Sink: 128, Recent: 256},
 		Scores: []Score{{Name: ScoreDataLight, Values: m()}, {Name: ScoreCopy, Values: m()}},
-		Curve:  []CurvePoint{{Step: 0, Sample: 3, Tokens: 9, Loss: 0.1, Regularisation: 1e-300, Rate: 0.02, Mean: 1.0 / 3, Open: 2}}}
+		Curve:  []CurvePoint{{Step: 0, Sample: 3, Others: []int{0, 12}, Tokens: 9, Loss: 0.1, Regularisation: 1e-300, Rate: 0.02, Mean: 1.0 / 3, Open: 2}}}
 }
 
 func TestGatesRoundTrip(t *testing.T) {

@@ -13,6 +13,7 @@ import (
 	"github.com/kvprofile/kvprofile/datasets"
 	"github.com/kvprofile/kvprofile/internal/dtype"
 	"github.com/kvprofile/kvprofile/internal/engine"
+	"github.com/kvprofile/kvprofile/internal/engine/devices"
 	"github.com/kvprofile/kvprofile/internal/engine/ref"
 )
 
@@ -158,13 +159,14 @@ func TestGradientEqualsAutograd(t *testing.T) {
 		for _, stash := range []int64{0, 1 << 40} {
 			opt := f.options(1)
 			opt.StashLimit = stash
-			loss := &studentLoss{model: m, opt: opt, teachers: newTeachers(m, ds, 0, []int{0, 1, 2})}
+			opt.TeacherLimit = 0
+			loss := newStudentLoss(devices.Of(m), ds, opt, []int{0, 1, 2})
 			var flat []float64
 			for _, g := range f.Gates {
 				flat = append(flat, g...)
 			}
 			for i, want := range f.AtRandom {
-				loss.step, loss.sample = i, &ds.Samples[i]
+				loss.step = i
 				got, err := loss.forward(context.Background(), flat)
 				if err != nil {
 					t.Fatal(err)
@@ -187,7 +189,7 @@ func TestGradientEqualsAutograd(t *testing.T) {
 func TestTrainingEqualsPyTorch(t *testing.T) {
 	for _, name := range fixtures {
 		f := loadFixture(t, name)
-		tr, err := newTrainer(f.model(t, ref.New[float64]()), f.dataset(), f.options(f.Training.Steps), f.Training.Order)
+		tr, err := newTrainer(devices.Of(f.model(t, ref.New[float64]())), f.dataset(), f.options(f.Training.Steps), f.Training.Order)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -70,14 +70,15 @@ const (
 
 // CurvePoint is one step of a training.
 type CurvePoint struct {
-	Step           int     `json:"step"`           // from 0
-	Sample         int     `json:"sample"`         // ID
-	Tokens         int     `json:"tokens"`         // of the sample
-	Loss           float64 `json:"loss"`           // distillation loss before the step
-	Regularisation float64 `json:"regularisation"` // its term of the loss before the step
-	Rate           float64 `json:"rate"`           // learning rate
-	Mean           float64 `json:"mean"`           // mean gate after the step
-	Open           int     `json:"open"`           // gates >= 0.5 after the step
+	Step           int     `json:"step"`             // from 0
+	Sample         int     `json:"sample"`           // ID of the first sample
+	Others         []int   `json:"others,omitempty"` // IDs of the step's other samples, in order
+	Tokens         int     `json:"tokens"`           // of all samples
+	Loss           float64 `json:"loss"`             // distillation loss before the step, mean over the samples
+	Regularisation float64 `json:"regularisation"`   // its term of the loss before the step
+	Rate           float64 `json:"rate"`             // learning rate
+	Mean           float64 `json:"mean"`             // mean gate after the step
+	Open           int     `json:"open"`             // gates >= 0.5 after the step
 }
 
 // row is a row of gates.parquet.
@@ -322,7 +323,11 @@ func formatCurve(curve []CurvePoint) []byte {
 	var b bytes.Buffer
 	b.WriteString(curveHeader)
 	for _, p := range curve {
-		fmt.Fprintf(&b, "%d\t%d\t%d\t%v\t%v\t%v\t%v\t%d\n", p.Step, p.Sample, p.Tokens, p.Loss, p.Regularisation, p.Rate, p.Mean, p.Open)
+		samples := strconv.Itoa(p.Sample)
+		for _, id := range p.Others {
+			samples += "," + strconv.Itoa(id)
+		}
+		fmt.Fprintf(&b, "%d\t%s\t%d\t%v\t%v\t%v\t%v\t%d\n", p.Step, samples, p.Tokens, p.Loss, p.Regularisation, p.Rate, p.Mean, p.Open)
 	}
 	return b.Bytes()
 }
@@ -340,10 +345,17 @@ func parseCurve(text string) ([]CurvePoint, error) {
 		}
 		var p CurvePoint
 		var errs []error
+		first, others, many := strings.Cut(cells[1], ",")
+		if many {
+			for _, text := range strings.Split(others, ",") {
+				id, err := strconv.Atoi(text)
+				p.Others, errs = append(p.Others, id), append(errs, err)
+			}
+		}
 		for _, c := range []struct {
 			text string
 			to   any
-		}{{cells[0], &p.Step}, {cells[1], &p.Sample}, {cells[2], &p.Tokens}, {cells[3], &p.Loss}, {cells[4], &p.Regularisation},
+		}{{cells[0], &p.Step}, {first, &p.Sample}, {cells[2], &p.Tokens}, {cells[3], &p.Loss}, {cells[4], &p.Regularisation},
 			{cells[5], &p.Rate}, {cells[6], &p.Mean}, {cells[7], &p.Open}} {
 			var err error
 			switch to := c.to.(type) {

@@ -12,6 +12,7 @@ import (
 	G "gorgonia.org/gorgonia"
 	"gorgonia.org/tensor"
 
+	"github.com/kvprofile/kvprofile/internal/engine/devices"
 	"github.com/kvprofile/kvprofile/internal/engine/ref"
 )
 
@@ -126,8 +127,7 @@ func TestOperationByFiniteDifferences(t *testing.T) {
 	for _, name := range fixtures {
 		f := loadFixture(t, name)
 		ds := f.dataset()
-		s := &studentLoss{model: f.model(t, ref.New[float64]()), opt: f.options(1), teachers: newTeachers(f.model(t, ref.New[float64]()), ds, 1<<40, []int{0, 0})}
-		s.sample = &ds.Samples[0]
+		s := newStudentLoss(devices.Of(f.model(t, ref.New[float64]())), ds, f.options(1), []int{0, 0})
 		var flat []float64
 		for _, g := range f.Gates {
 			flat = append(flat, g...)

@@ -11,31 +11,35 @@ import (
 	"github.com/kvprofile/kvprofile/datasets"
 )
 
-// Options say how gates are trained. The fields up to Seed decide the result and are part of Hash; the others decide
+// Options say how gates are trained. The fields up to Batch decide the result and are part of Hash; the others decide
 // memory, time and files only.
 type Options struct {
-	Recipe         string  `json:"recipe"`         // name of the preset that the rest started from
-	Steps          int     `json:"steps"`          // optimiser steps, one sample each
-	LearningRate   float64 `json:"learning_rate"`  // peak of the schedule
-	Regularisation float64 `json:"regularisation"` // weight of mean |gate| in the loss
-	InitialGate    float64 `json:"initial_gate"`   // 1 in the paper
-	Sink           int     `json:"sink"`           // tokens of the streaming mask while training
-	Recent         int     `json:"recent"`         // tokens of the streaming mask while training
-	Seed           uint64  `json:"seed"`           // of the order of the samples
+	Recipe         string  `json:"recipe"`          // name of the preset that the rest started from
+	Steps          int     `json:"steps"`           // optimiser steps
+	LearningRate   float64 `json:"learning_rate"`   // peak of the schedule
+	Regularisation float64 `json:"regularisation"`  // weight of mean |gate| in the loss
+	InitialGate    float64 `json:"initial_gate"`    // 1 in the paper
+	Sink           int     `json:"sink"`            // tokens of the streaming mask while training
+	Recent         int     `json:"recent"`          // tokens of the streaming mask while training
+	Seed           uint64  `json:"seed"`            // of the order of the samples
+	Batch          int     `json:"batch,omitempty"` // samples of a step; 0 stands for 1
 	// Model and Tool are written to the artefacts: the model's fingerprint, and who made them.
 	Model string `json:"model"`
 	Tool  string `json:"-"`
 
 	// AllowLowRate accepts a schedule whose learning rates sum to less than MinRateSum.
 	AllowLowRate bool `json:"-"`
-	// StashLimit bounds the activations kept between forward and backward, in bytes: above it they are computed again.
+	// StashLimit bounds the activations kept between forward and backward, in bytes on each device: above it they are computed again.
 	StashLimit int64 `json:"-"`
-	// TeacherLimit bounds the teacher results kept for samples that come again, in bytes.
+	// TeacherLimit bounds the teacher results kept for samples that come again, in bytes on each device.
 	TeacherLimit int64 `json:"-"`
 	// Checkpoint is the directory of the checkpoint; "" means none. CheckpointEvery is the number of steps between two.
 	Checkpoint      string `json:"-"`
 	CheckpointEvery int    `json:"-"`
 }
+
+// batch is the number of samples of a step.
+func (o Options) batch() int { return max(o.Batch, 1) }
 
 // MinRateSum is what the learning rates of all steps must sum to: Adam moves a gate by at most about the rate per
 // step, so a gate that nothing holds needs a sum of 1 to fall from 1 to 0, and as much again to come back.
@@ -95,6 +99,8 @@ func (o Options) Validate() error {
 	switch {
 	case o.Steps <= 0:
 		return fmt.Errorf("steps must be positive, not %d", o.Steps)
+	case o.Batch < 0:
+		return fmt.Errorf("samples of a step must be positive, not %d", o.Batch)
 	case !(o.LearningRate > 0) || math.IsInf(o.LearningRate, 0):
 		return fmt.Errorf("learning rate must be positive, not %g", o.LearningRate)
 	case !(o.Regularisation >= 0) || math.IsInf(o.Regularisation, 0):

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"time"
 
 	G "gorgonia.org/gorgonia"
@@ -12,6 +13,7 @@ import (
 
 	"github.com/kvprofile/kvprofile/datasets"
 	"github.com/kvprofile/kvprofile/internal/engine"
+	"github.com/kvprofile/kvprofile/internal/engine/devices"
 )
 
 // Progress is what is known after a step.
@@ -44,8 +46,8 @@ func (e *NonFiniteError) Unwrap() error { return e.Err }
 
 // Train finds one gate in [0,1] per layer and KV head: near 1 where the head needs the whole cache, near 0 where the
 // first Sink and last Recent tokens do (DuoAttention, Xiao et al. 2024, section 2.2). Every step takes one sample,
-// computes in the engine the loss between the model and its gated twin on the question/answer tail, and moves the
-// gates by gorgonia's gradient of
+// or Batch of them, computes in the engine the loss between the model and its gated twin on the question/answer tail, the
+// mean over the samples, and moves the gates by gorgonia's gradient of
 //
 //	loss(gates) + Regularisation * mean(gates)
 //
@@ -57,13 +59,22 @@ func (e *NonFiniteError) Unwrap() error { return e.Err }
 //
 // Errors: ErrLowRate, *NonFiniteError, *CheckpointError, the context's, and the engine's.
 func Train(ctx context.Context, m *engine.Model, ds *datasets.Dataset, opt Options, progress func(Progress)) (*Gates, error) {
+	return TrainOn(ctx, devices.Of(m), ds, opt, progress)
+}
+
+// TrainOn is Train with the samples of each step spread over devices: sample j of a step is computed by device j modulo their
+// number. Losses and gradients are summed in the order of the samples, so the result is the same on any number.
+func TrainOn(ctx context.Context, set *devices.Set, ds *datasets.Dataset, opt Options, progress func(Progress)) (*Gates, error) {
+	if opt.Batch == 1 {
+		opt.Batch = 0 // one form, so that hashes and files are alike
+	}
 	if err := opt.Validate(); err != nil {
 		return nil, err
 	}
 	if err := usable(ds); err != nil {
 		return nil, err
 	}
-	t, err := newTrainer(m, ds, opt, order(opt.Seed, len(ds.Samples), opt.Steps))
+	t, err := newTrainer(set, ds, opt, order(opt.Seed, len(ds.Samples), opt.Steps*opt.batch()))
 	if err != nil {
 		return nil, err
 	}
@@ -129,7 +140,6 @@ func Labelled(s *datasets.Sample) []int {
 type trainer struct {
 	opt    Options
 	ds     *datasets.Dataset
-	order  []int // index of the sample of each step
 	model  *engine.Model
 	run    *run
 	loss   *studentLoss
@@ -143,10 +153,11 @@ type trainer struct {
 	lossValue, regValue G.Value
 }
 
-func newTrainer(m *engine.Model, ds *datasets.Dataset, opt Options, order []int) (*trainer, error) {
+// newTrainer takes the indices of the samples in the order of their use, Batch for each step.
+func newTrainer(set *devices.Set, ds *datasets.Dataset, opt Options, order []int) (*trainer, error) {
+	m := set.First()
 	layers, heads := m.Config.Layers, m.Config.KVHeads
-	t := &trainer{opt: opt, ds: ds, order: order, model: m, run: &run{}, solver: newAdam(layers * heads)}
-	t.loss = &studentLoss{model: m, opt: opt, teachers: newTeachers(m, ds, opt.TeacherLimit, order)}
+	t := &trainer{opt: opt, ds: ds, model: m, run: &run{}, solver: newAdam(layers * heads), loss: newStudentLoss(set, ds, opt, order)}
 	initial := make([]float64, layers*heads)
 	for i := range initial {
 		initial[i] = opt.InitialGate
@@ -182,7 +193,6 @@ func newTrainer(m *engine.Model, ds *datasets.Dataset, opt Options, order []int)
 // close gives the memory back.
 func (t *trainer) close() {
 	t.loss.free()
-	t.loss.teachers.free()
 	t.vm.Close() // its error is always nil
 }
 
@@ -195,10 +205,8 @@ func (t *trainer) step(ctx context.Context) error {
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	s := &t.ds.Samples[t.order[step]]
 	t.run.ctx, t.run.cause = ctx, nil
-	t.loss.step, t.loss.sample = step, s
-	defer t.loss.free()
+	t.loss.step = step
 	if err := t.vm.RunAll(); err != nil {
 		if t.run.cause != nil {
 			err = t.run.cause
@@ -207,9 +215,18 @@ func (t *trainer) step(ctx context.Context) error {
 		if errors.As(err, &e) || ctx.Err() != nil {
 			return err
 		}
-		return fmt.Errorf("step %d, sample %d: %w", step, s.ID, err)
+		return fmt.Errorf("step %d: %w", step, err)
 	}
-	point := CurvePoint{Step: step, Sample: s.ID, Tokens: len(s.Tokens), Rate: t.opt.Rate(step)}
+	point := CurvePoint{Step: step, Rate: t.opt.Rate(step)}
+	for j, i := range t.loss.batch() {
+		s := &t.ds.Samples[i]
+		point.Tokens += len(s.Tokens)
+		if j == 0 {
+			point.Sample = s.ID
+		} else {
+			point.Others = append(point.Others, s.ID)
+		}
+	}
 	for _, v := range []struct {
 		from G.Value
 		to   *float64
@@ -266,93 +283,194 @@ func square(flat []float64, cols int) [][]float64 {
 	return out
 }
 
-// studentLoss is the distillation loss of one sample as a function of the gates. forward keeps the student, whose
-// activations vjp needs.
+// studentLoss is the distillation loss of a step's samples, their mean, as a function of the gates.
 type studentLoss struct {
-	model    *engine.Model
-	opt      Options
-	teachers *teachers
-	step     int
-	sample   *datasets.Sample
+	set   *devices.Set
+	ds    *datasets.Dataset
+	opt   Options
+	order []int // indices of samples, Batch for each step
+	step  int
 
-	student *engine.Student
+	teachers []*teachers // one for each device
+	gradient []float64   // of the last forward
 }
+
+func newStudentLoss(set *devices.Set, ds *datasets.Dataset, opt Options, order []int) *studentLoss {
+	s := &studentLoss{set: set, ds: ds, opt: opt, order: order}
+	batch := opt.batch()
+	for d := range set.Len() {
+		var own []int
+		for j, i := range order {
+			if j%batch%set.Len() == d {
+				own = append(own, i)
+			}
+		}
+		s.teachers = append(s.teachers, newTeachers(ds, set.First().Config, opt.TeacherLimit, own))
+	}
+	return s
+}
+
+func (s *studentLoss) config() engine.Config { return s.set.First().Config }
 
 func (s *studentLoss) shape() tensor.Shape {
-	return tensor.Shape{s.model.Config.Layers, s.model.Config.KVHeads}
+	return tensor.Shape{s.config().Layers, s.config().KVHeads}
 }
 
+// batch lists the indices of the step's samples.
+func (s *studentLoss) batch() []int {
+	n := s.opt.batch()
+	return s.order[s.step*n : s.step*n+n]
+}
+
+// forward also computes the gradient: activations of one sample make room for those of the next.
 func (s *studentLoss) forward(ctx context.Context, gates []float64) (float64, error) {
-	s.free()
-	teacher, err := s.teachers.of(ctx, s.step)
+	batch, square := s.batch(), square(gates, s.config().KVHeads)
+	losses, gradients := make([]float64, len(batch)), make([][]float64, len(batch))
+	err := s.set.Each(ctx, func(ctx context.Context, device int, m *engine.Model) error {
+		var own []int // positions in the batch
+		for j := device; j < len(batch); j += s.set.Len() {
+			own = append(own, j)
+		}
+		at := s.step * len(own) // of the device's own samples
+		for len(own) > 0 {
+			n := s.together(m, batch, own)
+			if err := s.study(ctx, m, s.teachers[device], at, own[:n], square, losses, gradients); err != nil {
+				return err
+			}
+			own, at = own[n:], at+n
+		}
+		return nil
+	})
 	if err != nil {
-		return 0, s.located(err)
+		return 0, err
 	}
-	mask := engine.Mask{Sink: s.opt.Sink, Recent: s.opt.Recent}
-	s.student, err = s.model.Study(ctx, s.sample.Tokens, teacher, square(gates, s.model.Config.KVHeads), mask, Labelled(s.sample), s.opt.StashLimit)
-	if err != nil {
-		return 0, s.located(err)
-	}
-	if loss := s.student.Loss; finite([]float64{loss}) >= 0 {
-		return 0, &NonFiniteError{Step: s.step, Sample: s.sample.ID, Layer: s.model.Config.Layers, What: "loss"}
-	}
-	return s.student.Loss, nil
-}
-
-func (s *studentLoss) vjp(ctx context.Context, gates []float64, scale float64) ([]float64, error) {
-	grads, err := s.student.Backward(ctx, scale)
-	if err != nil {
-		return nil, s.located(err)
-	}
-	flat := make([]float64, 0, len(gates))
-	for _, g := range grads {
-		flat = append(flat, g...)
-	}
-	// The backward runs from the last layer down: the highest layer with a bad value is where it started.
-	for i := len(flat) - 1; i >= 0; i-- {
-		if finite(flat[i:i+1]) >= 0 {
-			return nil, &NonFiniteError{Step: s.step, Sample: s.sample.ID, Layer: i / s.model.Config.KVHeads, What: "gradient"}
+	// In the order of the samples, whatever device they were on.
+	loss, sum := losses[0], gradients[0]
+	for j := 1; j < len(batch); j++ {
+		loss += losses[j]
+		for i, g := range gradients[j] {
+			sum[i] += g
 		}
 	}
-	return flat, nil
+	for i := range sum {
+		sum[i] /= float64(len(batch))
+	}
+	s.gradient = sum
+	return loss / float64(len(batch)), nil
 }
 
-// located adds step and sample to the engine's report of a value that is not finite.
-func (s *studentLoss) located(err error) error {
+// together is the number of samples, of those at the given positions of the batch, that go through the model layer by layer: one, but
+// where weights are read anew each time as many as fit the limits of memory.
+func (s *studentLoss) together(m *engine.Model, batch, own []int) int {
+	n := 1
+	if !m.Streams() {
+		return n
+	}
+	room := s.opt.TeacherLimit + s.opt.StashLimit
+	for i, j := range own {
+		room -= m.Config.LessonBytes(len(s.ds.Samples[batch[j]].Tokens))
+		if room < 0 {
+			break
+		}
+		n = i + 1
+	}
+	return n
+}
+
+// study fills in losses and gradients at the given positions of the batch, whose teachers stand from at in their device's order.
+func (s *studentLoss) study(ctx context.Context, m *engine.Model, from *teachers, at int, own []int, gates [][]float64, losses []float64, gradients [][]float64) error {
+	samples := make([]*datasets.Sample, len(own))
+	for i, j := range own {
+		samples[i] = &s.ds.Samples[s.batch()[j]]
+	}
+	teachers, err := from.of(ctx, m, at, len(own))
+	if err != nil {
+		return s.located(err, samples)
+	}
+	lessons := make([]engine.Lesson, len(own))
+	for i, x := range samples {
+		lessons[i] = engine.Lesson{Tokens: x.Tokens, Teacher: teachers[i], Rows: Labelled(x)}
+	}
+	students, err := m.StudyAll(ctx, lessons, gates, engine.Mask{Sink: s.opt.Sink, Recent: s.opt.Recent}, s.opt.StashLimit)
+	if err != nil {
+		return s.located(err, samples)
+	}
+	defer func() {
+		for _, x := range students {
+			x.Free()
+		}
+	}()
+	for i, x := range students {
+		if finite([]float64{x.Loss}) >= 0 {
+			return &NonFiniteError{Step: s.step, Sample: samples[i].ID, Layer: m.Config.Layers, What: "loss"}
+		}
+		losses[own[i]] = x.Loss
+	}
+	grads, err := engine.BackwardAll(ctx, students)
+	if err != nil {
+		return s.located(err, samples)
+	}
+	for k, g := range grads {
+		flat := slices.Concat(g...)
+		// The backward runs from the last layer down: the highest layer with a bad value is where it started.
+		for i := len(flat) - 1; i >= 0; i-- {
+			if finite(flat[i:i+1]) >= 0 {
+				return &NonFiniteError{Step: s.step, Sample: samples[k].ID, Layer: i / m.Config.KVHeads, What: "gradient"}
+			}
+		}
+		gradients[own[k]] = flat
+	}
+	return nil
+}
+
+func (s *studentLoss) vjp(_ context.Context, _ []float64, scale float64) ([]float64, error) {
+	out := make([]float64, len(s.gradient))
+	for i, g := range s.gradient {
+		out[i] = g * scale
+	}
+	return out, nil
+}
+
+// located adds step and samples to an error of the engine, and the one sample to its report of a value that is not finite.
+func (s *studentLoss) located(err error, samples []*datasets.Sample) error {
 	var e *engine.NonFiniteError
 	if errors.As(err, &e) {
-		return &NonFiniteError{Step: s.step, Sample: s.sample.ID, Layer: e.Layer, What: "activation", Err: err}
+		return &NonFiniteError{Step: s.step, Sample: samples[min(e.Sequence, len(samples)-1)].ID, Layer: e.Layer, What: "activation", Err: err}
 	}
-	return err
+	if len(samples) == 1 {
+		return fmt.Errorf("sample %d: %w", samples[0].ID, err)
+	}
+	return fmt.Errorf("samples %d to %d: %w", samples[0].ID, samples[len(samples)-1].ID, err)
 }
 
+// free gives the teachers' memory back.
 func (s *studentLoss) free() {
-	if s.student != nil {
-		s.student.Free()
-		s.student = nil
+	for _, t := range s.teachers {
+		t.free()
 	}
 }
 
-// teachers keeps the results of the unmodified model for samples that come again. The order of the samples is known,
+// teachers keeps the results of the unmodified model, on one device, for samples that come again. The order of the samples is known,
 // so what goes first when room is short is the teacher whose next use is farthest (Belady's rule; the least recently
 // used one would always be the next one needed).
 type teachers struct {
-	model *engine.Model
-	ds    *datasets.Dataset
-	limit int64
-	order []int
-	kept  map[int]*engine.Teacher // by index of the sample
-	bytes int64
-	lone  *engine.Teacher // not worth keeping: lives for one step
+	ds     *datasets.Dataset
+	config engine.Config
+	limit  int64
+	order  []int                   // of the samples that this device takes
+	kept   map[int]*engine.Teacher // by index of the sample
+	bytes  int64
+	using  []int             // samples of the last call
+	lone   []*engine.Teacher // not worth keeping: live until the next call
 }
 
-func newTeachers(m *engine.Model, ds *datasets.Dataset, limit int64, order []int) *teachers {
-	return &teachers{model: m, ds: ds, limit: limit, order: order, kept: map[int]*engine.Teacher{}}
+func newTeachers(ds *datasets.Dataset, config engine.Config, limit int64, order []int) *teachers {
+	return &teachers{ds: ds, config: config, limit: limit, order: order, kept: map[int]*engine.Teacher{}}
 }
 
-// next is the first step after step that needs sample i; the number of steps when there is none.
-func (t *teachers) next(i, step int) int {
-	for s := step + 1; s < len(t.order); s++ {
+// next is the first position after at that needs sample i; the length of the order when there is none.
+func (t *teachers) next(i, at int) int {
+	for s := at + 1; s < len(t.order); s++ {
 		if t.order[s] == i {
 			return s
 		}
@@ -360,60 +478,98 @@ func (t *teachers) next(i, step int) int {
 	return len(t.order)
 }
 
-func (t *teachers) size(i int) int64 { return t.model.Config.TeacherBytes(len(t.ds.Samples[i].Tokens)) }
+func (t *teachers) size(i int) int64 { return t.config.TeacherBytes(len(t.ds.Samples[i].Tokens)) }
 
-// of returns the teacher of a step's sample; it lives until the next call.
-func (t *teachers) of(ctx context.Context, step int) (*engine.Teacher, error) {
+// of returns the teachers of the n samples from a position on; they live until the next call. Those that are not there come out of one
+// pass through the model.
+func (t *teachers) of(ctx context.Context, m *engine.Model, at, n int) ([]*engine.Teacher, error) {
 	t.drop()
-	i := t.order[step]
-	if kept := t.kept[i]; kept != nil {
-		return kept, nil
+	t.using = t.order[at : at+n]
+	have := map[int]*engine.Teacher{}
+	for _, i := range t.using {
+		have[i] = t.kept[i]
 	}
-	keep := t.next(i, step) < len(t.order) && t.size(i) <= t.limit
-	for keep && t.bytes+t.size(i) > t.limit {
-		last, when := -1, t.next(i, step)
+	var missing []int
+	var tokens [][]int32
+	keep := map[int]bool{}
+	for _, i := range t.using {
+		if have[i] == nil && !slices.Contains(missing, i) {
+			missing, tokens = append(missing, i), append(tokens, t.ds.Samples[i].Tokens)
+			if keep[i] = t.worth(i, at+n-1); keep[i] {
+				t.bytes += t.size(i)
+			}
+		}
+	}
+	if len(missing) > 0 {
+		taught, err := m.TeachAll(ctx, tokens...)
+		if err != nil {
+			for i := range keep {
+				if keep[i] {
+					t.bytes -= t.size(i)
+				}
+			}
+			return nil, err
+		}
+		for x, i := range missing {
+			have[i] = taught[x]
+			if keep[i] {
+				t.kept[i] = taught[x]
+			} else {
+				t.lone = append(t.lone, taught[x])
+			}
+		}
+	}
+	out := make([]*engine.Teacher, n)
+	for x, i := range t.using {
+		out[x] = have[i]
+	}
+	return out, nil
+}
+
+// worth decides whether sample i's teacher is to be kept after a position, and makes room for it.
+func (t *teachers) worth(i, at int) bool {
+	when := t.next(i, at)
+	if when == len(t.order) || t.size(i) > t.limit {
+		return false
+	}
+	for t.bytes+t.size(i) > t.limit {
+		last, latest := -1, when
 		for j := range t.ds.Samples { // in order, so that the choice does not depend on the map's
-			if t.kept[j] != nil && t.next(j, step) > when {
-				last, when = j, t.next(j, step)
+			if t.kept[j] != nil && t.next(j, at) > latest {
+				last, latest = j, t.next(j, at)
 			}
 		}
 		if last < 0 {
-			keep = false // all that is kept is needed sooner
-			break
+			return false // all that is kept is needed sooner
 		}
 		t.forget(last)
 	}
-	teacher, err := t.model.Teach(ctx, t.ds.Samples[i].Tokens)
-	if err != nil {
-		return nil, err
-	}
-	if keep {
-		t.kept[i] = teacher
-		t.bytes += t.size(i)
-	} else {
-		t.lone = teacher
-	}
-	return teacher, nil
+	return true
 }
 
+// forget keeps a teacher no longer, but until the next call where it is in use.
 func (t *teachers) forget(i int) {
-	t.kept[i].Free()
+	if slices.Contains(t.using, i) {
+		t.lone = append(t.lone, t.kept[i])
+	} else {
+		t.kept[i].Free()
+	}
 	delete(t.kept, i)
 	t.bytes -= t.size(i)
 }
 
 func (t *teachers) drop() {
-	if t.lone != nil {
-		t.lone.Free()
-		t.lone = nil
+	for _, x := range t.lone {
+		x.Free()
 	}
+	t.lone, t.using = nil, nil
 }
 
 func (t *teachers) free() {
-	t.drop()
 	for i := range t.ds.Samples {
 		if t.kept[i] != nil {
 			t.forget(i)
 		}
 	}
+	t.drop()
 }

@@ -51,6 +51,7 @@ func TestOptionsRefused(t *testing.T) {
 		"steps":      func(o *Options) { o.Steps = 0 },
 		"rate":       func(o *Options) { o.LearningRate = math.NaN() },
 		"infinite":   func(o *Options) { o.LearningRate = math.Inf(1) },
+		"batch":      func(o *Options) { o.Batch = -1 },
 		"reg":        func(o *Options) { o.Regularisation = -1 },
 		"initial":    func(o *Options) { o.InitialGate = 1.5 },
 		"recent":     func(o *Options) { o.Recent = 0 },
@@ -222,15 +223,15 @@ func TestTeachersAreKept(t *testing.T) {
 		limit int64
 		runs  int
 	}{{0, 9}, {1 << 40, 3}, {m.Config.TeacherBytes(48) + m.Config.TeacherBytes(96), 5}} {
-		ts := newTeachers(m, ds, c.limit, steps)
+		ts := newTeachers(ds, m.Config, c.limit, steps)
 		runs := 0
 		for s := range steps {
 			before := ts.kept[steps[s]]
-			got, err := ts.of(context.Background(), s)
+			got, err := ts.of(context.Background(), m, s, 1)
 			if err != nil {
 				t.Fatal(err)
 			}
-			if got != before {
+			if got[0] != before {
 				runs++
 			}
 			if ts.bytes > c.limit {

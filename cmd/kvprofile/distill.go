@@ -20,6 +20,7 @@ import (
 type distillFlags struct {
 	recipe         string
 	steps          int
+	batch          int
 	rate           float64
 	regularisation float64
 	sink, recent   int
@@ -28,9 +29,11 @@ type distillFlags struct {
 	changed        func(string) bool
 }
 
-func (d *distillFlags) add(f *pflag.FlagSet) {
+// add adds the flags; the number of samples a step is called batch here, and otherwise where another stage has a flag of that name.
+func (d *distillFlags) add(f *pflag.FlagSet, batch string) {
 	f.StringVar(&d.recipe, "recipe", "cpu", "how gates are trained: "+strings.Join(distill.Recipes(), ", "))
 	f.IntVar(&d.steps, "steps", 0, "training steps (default of the recipe)")
+	f.IntVar(&d.batch, batch, 1, "samples of a training step: gradients are averaged, and the samples shared out to the devices")
 	f.Float64Var(&d.rate, "learning-rate", 0, "peak learning rate (default of the recipe)")
 	f.Float64Var(&d.regularisation, "regularisation", 0, "weight of the mean gate in the loss (default of the recipe)")
 	f.IntVar(&d.sink, "train-sink", 0, "first tokens that a streaming head sees in training (default of the recipe)")
@@ -49,6 +52,12 @@ func (d *distillFlags) resolve(a *app) (distill.Recipe, error) {
 	}
 	o := &r.Options
 	o.Seed, o.Tool, o.AllowLowRate = a.shared.seed, tool().Version, d.slow
+	if d.batch < 1 {
+		return r, usagef("a training step takes at least one sample, not %d", d.batch)
+	}
+	if d.batch > 1 { // one sample is no batch: settings and files are as without
+		o.Batch = d.batch
+	}
 	for flag, set := range map[string]func(){
 		"steps":          func() { o.Steps = d.steps },
 		"learning-rate":  func() { o.LearningRate = d.rate },
@@ -126,7 +135,7 @@ again with the same flags, it goes on and ends with the same bytes.`,
 	f.SortFlags = false
 	f.StringVar(&dataset, "dataset", "", "passkeys to train on")
 	f.StringVar(&record, "record", "", "attention record whose scores are compared with the gates (default: the one in the run folder)")
-	flags.add(f)
+	flags.add(f, "batch")
 	return c
 }
 

@@ -95,7 +95,7 @@ func distillCost(cfg engine.Config, lengths []int, o distill.Options) cost {
 		longest = max(longest, n)
 	}
 	// Teacher forward; student forward and backward in matrix products, whose attention is cheap: it streams.
-	steps := float64(o.Steps) / float64(len(lengths))
+	steps := float64(o.Steps*max(o.Batch, 1)) / float64(len(lengths))
 	c.matmul, c.attention = 3*m*steps, a*steps
 	c.memory = min(cfg.StashBytes(longest), o.StashLimit) + 2*cfg.TeacherBytes(longest) + min(o.TeacherLimit, cfg.TeacherBytes(longest)*int64(len(lengths))) +
 		3*activationBytes(cfg, longest)

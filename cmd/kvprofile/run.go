@@ -69,7 +69,7 @@ plan, byte for byte. Stages whose inputs and settings are as before are skipped.
 	f.IntVar(&r.passkeys.words, "words", 0, "passkeys: words of each (default of the recipe)")
 	r.haystack.add(f)
 	r.profile.add(f)
-	r.distill.add(f)
+	r.distill.add(f, "train-batch")
 	r.fastgen.add(f)
 	r.pyramid.add(f)
 	r.compile.add(f)

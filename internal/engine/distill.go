@@ -13,30 +13,46 @@ type Teacher struct {
 	hidden    Tensor   // [S,D] after the final norm
 }
 
-// Teach runs the unmodified model. Free the result.
-func (m *Model) Teach(ctx context.Context, tokens []int32) (_ *Teacher, err error) {
+// Teach runs the unmodified model on one sample. Free the result.
+func (m *Model) Teach(ctx context.Context, tokens []int32) (*Teacher, error) {
+	ts, err := m.TeachAll(ctx, tokens)
+	if err != nil {
+		return nil, err
+	}
+	return ts[0], nil
+}
+
+// TeachAll runs the unmodified model on several samples, layer by layer, so that weights that do not fit in memory are read once.
+// Free the results, one for each sample. A *NonFiniteError says which sample in its Sequence.
+func (m *Model) TeachAll(ctx context.Context, samples ...[]int32) (_ []*Teacher, err error) {
 	defer caught(&err)
 	b := m.Backend
-	t := &Teacher{model: m}
 	keep := func(x Tensor) Tensor {
 		y := b.New(x.Rows(), x.Cols())
 		b.Copy(y, x)
 		return y
 	}
-	err = m.Forward(ctx, &Sequence{Tokens: tokens, Observe: func(p Point, _ int, x Tensor) error {
-		switch p {
-		case PointAttention:
-			t.attention = append(t.attention, keep(x))
-		case PointFinal:
-			t.hidden = keep(x)
+	teachers, batch := make([]*Teacher, len(samples)), make([]*Sequence, len(samples))
+	for i, tokens := range samples {
+		t := &Teacher{model: m}
+		teachers[i] = t
+		batch[i] = &Sequence{Tokens: tokens, Observe: func(p Point, _ int, x Tensor) error {
+			switch p {
+			case PointAttention:
+				t.attention = append(t.attention, keep(x))
+			case PointFinal:
+				t.hidden = keep(x)
+			}
+			return nil
+		}}
+	}
+	if err := m.Forward(ctx, batch...); err != nil {
+		for _, t := range teachers {
+			t.Free()
 		}
-		return nil
-	}})
-	if err != nil {
-		t.Free()
 		return nil, err
 	}
-	return t, nil
+	return teachers, nil
 }
 
 // TeacherBytes is the memory that a Teacher of that many tokens takes, at 4 bytes a value.
@@ -51,6 +67,12 @@ func (c Config) StashBytes(tokens int) int64 {
 		width += c.QueryWidth() + c.KVWidth()
 	}
 	return 4 * int64(tokens) * int64(c.Layers) * int64(width)
+}
+
+// LessonBytes is the memory that a sample of that many tokens takes from its teacher's run to its gradient when activations are
+// computed again: the Teacher and the Student's residual streams, at 4 bytes a value.
+func (c Config) LessonBytes(tokens int) int64 {
+	return c.TeacherBytes(tokens) + 4*int64(tokens)*int64(c.Hidden)*int64(c.Layers+2)
 }
 
 // Free gives the memory back.
@@ -74,9 +96,10 @@ type Student struct {
 	teacher *Teacher
 	gates   [][]float64
 	mask    Mask
+	again   bool     // activations are computed again
 	inputs  []Tensor // per layer [S,D]: the residual stream that enters it
 	stashes []*stash // per layer, or nil where Backward computes it again
-	top     Tensor   // [S,D] residual stream after the last layer
+	top     Tensor   // [S,D] residual stream after the last layer so far
 	dhidden Tensor   // [S,D] gradient of Loss with respect to the final hidden states
 }
 
@@ -99,20 +122,28 @@ func (s *stash) new(rows, cols int) Tensor {
 
 func (s *stash) free() { s.ownedBackend.Free(s.allocated...) }
 
-// Study runs the gated model. gates is [layer][KV head]; rows are the labelled tokens; stashLimit is the memory in
-// bytes that may hold activations until Backward: above it they are computed again, one layer at a time. Free the
-// result; the teacher must live as long.
-func (m *Model) Study(ctx context.Context, tokens []int32, t *Teacher, gates [][]float64, mask Mask, rows []int, stashLimit int64) (_ *Student, err error) {
-	defer caught(&err)
-	if err := m.checkSequence(&Sequence{Tokens: tokens, LogitRows: rows}); err != nil {
+// Lesson is one sample of distillation.
+type Lesson struct {
+	Tokens  []int32
+	Teacher *Teacher // of these tokens; it must live as long as the Student
+	Rows    []int    // labelled tokens
+}
+
+// Study runs the gated model on one sample, as StudyAll does.
+func (m *Model) Study(ctx context.Context, tokens []int32, t *Teacher, gates [][]float64, mask Mask, rows []int, stashLimit int64) (*Student, error) {
+	s, err := m.StudyAll(ctx, []Lesson{{tokens, t, rows}}, gates, mask, stashLimit)
+	if err != nil {
 		return nil, err
 	}
-	if t.hidden == nil || t.hidden.Rows() != len(tokens) {
-		return nil, fmt.Errorf("the teacher saw another sample")
-	}
-	if len(rows) == 0 {
-		return nil, fmt.Errorf("no labelled rows")
-	}
+	return s[0], nil
+}
+
+// StudyAll runs the gated model on several samples, layer by layer, so that weights that do not fit in memory are read once. gates
+// is [layer][KV head]; stashLimit is the memory in bytes that may hold activations of all samples until Backward: what goes above
+// it is computed again, one layer at a time. Free the results, one for each sample. A *NonFiniteError says which sample in its
+// Sequence.
+func (m *Model) StudyAll(ctx context.Context, lessons []Lesson, gates [][]float64, mask Mask, stashLimit int64) (_ []*Student, err error) {
+	defer caught(&err)
 	if len(gates) != len(m.layers) {
 		return nil, fmt.Errorf("gates for %d layers, the model has %d", len(gates), len(m.layers))
 	}
@@ -121,41 +152,61 @@ func (m *Model) Study(ctx context.Context, tokens []int32, t *Teacher, gates [][
 			return nil, fmt.Errorf("layer %d: %d gates for %d KV heads", l, len(g), m.Config.KVHeads)
 		}
 	}
-	b := m.Backend
-	s := &Student{model: m, teacher: t, gates: gates, mask: mask}
-	recompute := m.Config.StashBytes(len(tokens)) > stashLimit
-	x := b.New(len(tokens), m.Config.Hidden)
-	s.inputs = append(s.inputs, x)
-	b.Embed(x, m.embed, tokens)
-	for l := range m.layers {
-		if err := ctx.Err(); err != nil {
-			s.Free()
+	for _, x := range lessons {
+		if err := m.checkSequence(&Sequence{Tokens: x.Tokens, LogitRows: x.Rows}); err != nil {
 			return nil, err
 		}
-		next, kept := s.layerForward(l, x)
-		if recompute {
-			kept.free()
-			kept = nil
+		if x.Teacher.hidden == nil || x.Teacher.hidden.Rows() != len(x.Tokens) {
+			return nil, fmt.Errorf("the teacher saw another sample")
 		}
-		s.stashes = append(s.stashes, kept)
-		if row := b.Finite(next); row >= 0 {
-			b.Free(next)
-			s.Free()
-			return nil, &NonFiniteError{Layer: l, Row: row}
+		if len(x.Rows) == 0 {
+			return nil, fmt.Errorf("no labelled rows")
 		}
-		if l+1 < len(m.layers) {
-			s.inputs = append(s.inputs, next)
-		} else {
-			s.top = next
-		}
-		x = next
 	}
-	h := b.New(len(tokens), m.Config.Hidden)
-	b.RMSNorm(h, s.top, m.norm, m.Config.NormEps)
-	s.dhidden = b.New(len(tokens), m.Config.Hidden)
-	s.Loss = b.SquaredError(s.dhidden, h, t.hidden, rows)
-	b.Free(h)
-	return s, nil
+	b := m.Backend
+	students := make([]*Student, len(lessons))
+	fail := func(err error) ([]*Student, error) {
+		for _, s := range students {
+			if s != nil {
+				s.Free()
+			}
+		}
+		return nil, err
+	}
+	for i, x := range lessons {
+		bytes := m.Config.StashBytes(len(x.Tokens))
+		s := &Student{model: m, teacher: x.Teacher, gates: gates, mask: mask, again: bytes > stashLimit, top: b.New(len(x.Tokens), m.Config.Hidden)}
+		students[i] = s
+		if !s.again {
+			stashLimit -= bytes
+		}
+		b.Embed(s.top, m.embed, x.Tokens)
+	}
+	for l := range m.layers {
+		for i, s := range students {
+			if err := ctx.Err(); err != nil {
+				return fail(err)
+			}
+			next, kept := s.layerForward(l, s.top)
+			if s.again {
+				kept.free()
+				kept = nil
+			}
+			s.inputs, s.stashes, s.top = append(s.inputs, s.top), append(s.stashes, kept), next
+			if row := b.Finite(next); row >= 0 {
+				return fail(&NonFiniteError{Layer: l, Sequence: i, Row: row})
+			}
+		}
+	}
+	for i, s := range students {
+		n := len(lessons[i].Tokens)
+		h := b.New(n, m.Config.Hidden)
+		b.RMSNorm(h, s.top, m.norm, m.Config.NormEps)
+		s.dhidden = b.New(n, m.Config.Hidden)
+		s.Loss = b.SquaredError(s.dhidden, h, s.teacher.hidden, lessons[i].Rows)
+		b.Free(h)
+	}
+	return students, nil
 }
 
 // layerForward computes a layer's output from its input x, and keeps what the backward needs.
@@ -203,31 +254,49 @@ func (s *Student) spec(l int) AttentionSpec {
 }
 
 // Backward returns the gradient of scale * Loss with respect to the gates, [layer][KV head]. It can be called once.
-func (s *Student) Backward(ctx context.Context, scale float64) (_ [][]float64, err error) {
-	defer caught(&err)
-	m := s.model
-	b, cfg, n := m.Backend, m.Config, s.top.Rows()
-	grads := make([][]float64, len(m.layers))
-	dx := b.New(n, cfg.Hidden)
-	defer b.Free(dx)
-	b.RMSNormBackward(dx, s.dhidden, s.top, m.norm, cfg.NormEps)
-	for l := len(m.layers) - 1; l >= 0; l-- {
-		if err := ctx.Err(); err != nil {
-			return nil, err
-		}
-		k := s.stashes[l]
-		if k == nil {
-			var out Tensor
-			out, k = s.layerForward(l, s.inputs[l])
-			b.Free(out)
-		}
-		grads[l] = s.layerBackward(l, dx, k)
-		k.free()
-		s.stashes[l] = nil
+func (s *Student) Backward(ctx context.Context, scale float64) ([][]float64, error) {
+	grads, err := BackwardAll(ctx, []*Student{s})
+	if err != nil {
+		return nil, err
 	}
-	for _, g := range grads {
+	for _, g := range grads[0] {
 		for i := range g {
 			g[i] *= scale
+		}
+	}
+	return grads[0], nil
+}
+
+// BackwardAll returns the gradient of every student's Loss with respect to the gates, [student][layer][KV head]. The students are of
+// one StudyAll, and go backward layer by layer. It can be called once.
+func BackwardAll(ctx context.Context, students []*Student) (_ [][][]float64, err error) {
+	defer caught(&err)
+	if len(students) == 0 {
+		return nil, nil
+	}
+	m := students[0].model
+	b, cfg := m.Backend, m.Config
+	grads, dx := make([][][]float64, len(students)), make([]Tensor, 0, len(students))
+	defer func() { b.Free(dx...) }()
+	for i, s := range students {
+		grads[i] = make([][]float64, len(m.layers))
+		dx = append(dx, b.New(s.top.Rows(), cfg.Hidden))
+		b.RMSNormBackward(dx[i], s.dhidden, s.top, m.norm, cfg.NormEps)
+	}
+	for l := len(m.layers) - 1; l >= 0; l-- {
+		for i, s := range students {
+			if err := ctx.Err(); err != nil {
+				return nil, err
+			}
+			k := s.stashes[l]
+			if k == nil {
+				var out Tensor
+				out, k = s.layerForward(l, s.inputs[l])
+				b.Free(out)
+			}
+			grads[i][l] = s.layerBackward(l, dx[i], k)
+			k.free()
+			s.stashes[l] = nil
 		}
 	}
 	return grads, nil

@@ -63,6 +63,13 @@ func New(cfg Config, weights Weights, backend Backend) (*Model, error) {
 	return m, nil
 }
 
+// Streams reports whether weights are read anew each time that they are needed, because they do not fit the backend's memory. Then it
+// pays to take several sequences through a layer together.
+func (m *Model) Streams() bool {
+	s, ok := m.Backend.(interface{ Streamed() int64 })
+	return ok && s.Streamed() > 0
+}
+
 // Close gives the weights back; the backend stays open.
 func (m *Model) Close() {
 	seen := map[Weight]bool{}
