@@ -43,6 +43,7 @@ type evalFlags struct {
 	speed     int
 	batch     int
 	quick     bool
+	show      []string
 	changed   func(string) bool
 }
 
@@ -61,10 +62,17 @@ With --compare every known method runs at equal bytes, from the scores of a run 
 		Example: `  kvprofile eval model.gguf --plan out/model/plan.json
   kvprofile eval model.gguf --plan out/model/plan.json --tasks needle-grid --samples 60 --min-retention 0.95
   kvprofile eval model.gguf --compare --run out/model --budgets 0.5,0.25,0.12 --results results.md
-  kvprofile eval model.gguf --plan out/model/plan.json --speed 4096`,
-		Args: exactly(1, "a model"),
+  kvprofile eval model.gguf --plan out/model/plan.json --speed 4096
+  kvprofile eval --show out/model/eval.json --results results.md`,
+		Args: between(0, 1, "at most one model"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			f.changed = cmd.Flags().Changed
+			switch {
+			case len(f.show) > 0:
+				return a.evalShow(args, &f)
+			case len(args) == 0:
+				return ui.Hint(usagef("eval needs a model"), "usage: %s", cmd.UseLine())
+			}
 			if err := f.check(); err != nil {
 				return err
 			}
@@ -94,6 +102,7 @@ With --compare every known method runs at equal bytes, from the scores of a run 
 	fl.StringVar(&f.results, "results", "", "write the results as Markdown, too; comments in the file are kept")
 	fl.IntVar(&f.speed, "speed", 0, "in place of tasks: time decoding after a prompt of so many tokens")
 	fl.IntVar(&f.batch, "batch", 8, "with --speed: sequences that are decoded together")
+	fl.StringSliceVar(&f.show, "show", nil, "in place of all that: show evaluations that were made; --results puts them on one page")
 	fl.BoolVar(&f.quick, "quick", false, "few prompts: a first look")
 	return c
 }
@@ -423,18 +432,8 @@ func (a *app) showEval(path string, r *eval.Result, f *evalFlags) error {
 			return err
 		}
 	} else {
-		for i := range r.Runs {
-			if len(r.Runs) > 1 {
-				break
-			}
-			if err := r.PlanTable(a.ui.Out(), &r.Runs[i]); err != nil {
-				return err
-			}
-		}
-		if len(r.Runs) > 1 {
-			if err := r.ComparisonTable(a.ui.Out()); err != nil {
-				return err
-			}
+		if err := a.evalTables(r); err != nil {
+			return err
 		}
 		if err := a.ui.Printf("\nwritten to %s\n", path); err != nil {
 			return err
@@ -451,5 +450,47 @@ func (a *app) showEval(path string, r *eval.Result, f *evalFlags) error {
 		return &findingsError{fmt.Sprintf("retention is at least %.3f by its 95 %% lower bound (%d of %d prompts), less than %g", *s.Lower95, s.K, s.M, f.retention)}
 	}
 	a.ui.Note("retention is at least %.3f by its 95 %% lower bound (%d of %d prompts)", *s.Lower95, s.K, s.M)
+	return nil
+}
+
+// evalTables shows one plan task by task, several side by side.
+func (a *app) evalTables(r *eval.Result) error {
+	if len(r.Runs) == 1 {
+		return r.PlanTable(a.ui.Out(), &r.Runs[0])
+	}
+	return r.ComparisonTable(a.ui.Out())
+}
+
+// evalShow shows evaluations that were made before.
+func (a *app) evalShow(args []string, f *evalFlags) error {
+	if len(args) > 0 {
+		return usagef("--show runs no model")
+	}
+	var results []*eval.Result
+	for _, path := range f.show {
+		r, err := eval.Load(path)
+		if err != nil {
+			return err
+		}
+		results = append(results, r)
+	}
+	if f.results != "" {
+		if err := eval.WriteMarkdown(f.results, results...); err != nil {
+			return err
+		}
+	}
+	if a.ui.JSON() {
+		return a.ui.PrintJSON(results)
+	}
+	for i, r := range results {
+		if i > 0 {
+			if err := a.ui.Printf("\n"); err != nil {
+				return err
+			}
+		}
+		if err := a.evalTables(r); err != nil {
+			return err
+		}
+	}
 	return nil
 }

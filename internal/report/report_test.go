@@ -79,7 +79,7 @@ func checkPage(t *testing.T, page string) {
 			t.Errorf("the page refers to %q", m[1])
 		}
 	}
-	for _, bad := range []string{"@import", "url(", "fetch(", "XMLHttpRequest", "import(", "eval("} {
+	for _, bad := range []string{"@import", "url(", "fetch(", "XMLHttpRequest", "import(", "eval(", "://"} {
 		if strings.Contains(page, bad) {
 			t.Errorf("the page has %s", bad)
 		}
