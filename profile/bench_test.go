@@ -30,7 +30,7 @@ func benchRecord(b *testing.B, dir string, layers int) int64 {
 			b.Fatal(err)
 		}
 	}
-	rec := &recorder{dir: dir, meta: meta, classes: testClasses{}, progress: func(Progress) {}}
+	rec := &recorder{dir: dir, meta: meta, classes: testClasses{}, progress: func(int, int, int) {}}
 	j, err := rec.newJob(&s)
 	if err != nil {
 		b.Fatal(err)

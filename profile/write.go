@@ -13,9 +13,11 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 
 	"github.com/kvprofile/kvprofile/datasets"
 	"github.com/kvprofile/kvprofile/internal/engine"
+	"github.com/kvprofile/kvprofile/internal/engine/devices"
 )
 
 // Options of Run.
@@ -44,26 +46,34 @@ type Progress struct {
 //
 // Errors beside those: *OptionError, *NonFiniteError, those of the dataset and of the file system.
 func Run(ctx context.Context, m *engine.Model, ds *datasets.Dataset, classes Classes, o Options, progress func(Progress)) error {
-	meta, err := newMeta(m, ds, o)
+	return RunOn(ctx, devices.Of(m), ds, classes, o, progress)
+}
+
+// RunOn is Run with the batches spread over devices. The record is the same on any number: every sample has parts of its own. Parts
+// come about in the order in which devices are done; progress is called from one goroutine at a time.
+func RunOn(ctx context.Context, set *devices.Set, ds *datasets.Dataset, classes Classes, o Options, progress func(Progress)) error {
+	meta, err := newMeta(set.First(), ds, o)
 	if err != nil {
 		return err
 	}
-	r := &recorder{dir: o.Dir, meta: meta, model: m, classes: classes, progress: progress}
-	if r.progress == nil {
-		r.progress = func(Progress) {}
+	r := &recorder{dir: o.Dir, meta: meta, classes: classes}
+	r.progress = func(sample, layer, done int) {
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		r.done += done
+		if progress != nil {
+			progress(Progress{Done: r.done, Samples: len(ds.Samples), Sample: sample, Layer: layer, Layers: meta.Model.Layers})
+		}
 	}
 	todo, err := r.prepare(ds.Samples)
 	if err != nil {
 		return err
 	}
-	r.done = len(ds.Samples) - len(todo)
-	r.progress(Progress{Done: r.done, Samples: len(ds.Samples), Layers: meta.Model.Layers})
-	for batch := range slices.Chunk(todo, max(o.Batch, 1)) {
-		if err := r.record(ctx, batch); err != nil {
-			return err
-		}
-	}
-	return nil
+	r.progress(0, 0, len(ds.Samples)-len(todo))
+	batches := slices.Collect(slices.Chunk(todo, max(o.Batch, 1)))
+	return devices.Map(ctx, set, len(batches), func(ctx context.Context, m *engine.Model, i int) (struct{}, error) {
+		return struct{}{}, r.record(ctx, m, batches[i])
+	}, func(int, struct{}) error { return nil })
 }
 
 func newMeta(m *engine.Model, ds *datasets.Dataset, o Options) (Meta, error) {
@@ -151,10 +161,11 @@ func differ(path string, a, b any) (what, inA, inB string) {
 type recorder struct {
 	dir      string
 	meta     Meta
-	model    *engine.Model
 	classes  Classes
-	progress func(Progress)
-	done     int
+	progress func(sample, layer, done int) // done: samples more than before
+
+	mu   sync.Mutex
+	done int // samples
 }
 
 // prepare makes the folders and returns the samples that are still to be recorded.
@@ -262,7 +273,7 @@ func (p *part) checkRows() error {
 }
 
 // record runs a batch of samples through the model and puts their parts into place.
-func (r *recorder) record(ctx context.Context, batch []*datasets.Sample) error {
+func (r *recorder) record(ctx context.Context, m *engine.Model, batch []*datasets.Sample) error {
 	jobs := make([]*job, len(batch))
 	defer func() {
 		for _, j := range jobs {
@@ -280,7 +291,7 @@ func (r *recorder) record(ctx context.Context, batch []*datasets.Sample) error {
 		jobs[i] = j
 		sequences[i] = &engine.Sequence{Tokens: s.Tokens, Tap: j.tap, Tapped: j.tapped}
 	}
-	if err := r.model.Forward(ctx, sequences...); err != nil {
+	if err := m.Forward(ctx, sequences...); err != nil {
 		var bad *engine.NonFiniteError
 		if errors.As(err, &bad) && bad.Sequence < len(batch) {
 			return &NonFiniteError{Sample: batch[bad.Sequence].ID, Layer: bad.Layer, Token: bad.Row}
@@ -292,8 +303,7 @@ func (r *recorder) record(ctx context.Context, batch []*datasets.Sample) error {
 			return fmt.Errorf("sample %d: %w", j.sample.ID, err)
 		}
 		jobs[i] = nil
-		r.done++
-		r.progress(Progress{Done: r.done, Samples: r.meta.Dataset.Samples, Sample: j.sample.ID, Layer: r.meta.Model.Layers, Layers: r.meta.Model.Layers})
+		r.progress(j.sample.ID, r.meta.Model.Layers, 1)
 	}
 	return nil
 }
@@ -477,7 +487,7 @@ func (j *job) tapped(layer int, tap *engine.Tap) error {
 			return err
 		}
 	}
-	j.r.progress(Progress{Done: j.r.done, Samples: meta.Dataset.Samples, Sample: j.sample.ID, Layer: layer + 1, Layers: meta.Model.Layers})
+	j.r.progress(j.sample.ID, layer+1, 0)
 	return nil
 }
 

@@ -154,7 +154,7 @@ func (s *session) distill(ctx context.Context, d *datasets.Dataset, in input, o 
 	stage := run.Stage{Name: "distill", Settings: o, Inputs: inputs, Outputs: []string{trainedDir}, Scratch: []string{checkpointDir}, Costly: true}
 	o.Model, o.Checkpoint = identity(s.print), s.folder.Path(checkpointDir)
 	return s.do(ctx, stage, func(ctx context.Context) error {
-		m, err := s.engine()
+		set, err := s.engine()
 		if err != nil {
 			return err
 		}
@@ -162,7 +162,7 @@ func (s *session) distill(ctx context.Context, d *datasets.Dataset, in input, o 
 			return err
 		}
 		t := s.app.ui.Begin("distill", o.Steps)
-		g, err := distill.Train(ctx, m, d, o, func(p distill.Progress) {
+		g, err := distill.TrainOn(ctx, set, d, o, func(p distill.Progress) {
 			if p.Step == p.Resumed+1 {
 				t.Set(p.Resumed, p.Steps, "")
 			}
@@ -193,12 +193,12 @@ func (s *session) scores(ctx context.Context, d *datasets.Dataset, in input, rec
 		Seed   uint64 `json:"seed"`
 	}{dataLightTexts, dataLightTokens, seed}
 	return s.do(ctx, run.Stage{Name: "scores", Settings: settings, Inputs: inputs, Outputs: []string{gatesDir}}, func(ctx context.Context) error {
-		m, err := s.engine()
+		set, err := s.engine()
 		if err != nil {
 			return err
 		}
 		t := s.app.ui.Begin("scores", 0)
-		err = score(ctx, m, d, s.folder.Path(trainedDir), record, s.folder.Path(gatesDir), seed)
+		err = score(ctx, set.First(), d, s.folder.Path(trainedDir), record, s.folder.Path(gatesDir), seed)
 		t.End(err)
 		return err
 	})

@@ -80,7 +80,7 @@ func (a *app) examine(precision string) (d diagnosis, wrong int, err error) {
 			d.GPUs = append(d.GPUs, gpuReport{fmt.Sprintf("cuda:%d", g.Index), g.Name, g.Capability, g.Memory})
 		}
 	}
-	b, err := a.newBackend(0, "", "", precision)
+	b, err := a.newBackend(0, precision)
 	if err != nil {
 		return d, 0, err
 	}

@@ -140,7 +140,7 @@ func speed(b engine.Backend) (float64, error) {
 
 // dryRun prints what the stages will take on this machine.
 func (a *app) dryRun(m *model.Model, costs []cost) error {
-	b, err := a.newBackend(m.Inspect().Parameters, "", "", "")
+	b, err := a.newBackend(m.Inspect().Parameters, "")
 	if err != nil {
 		return err
 	}

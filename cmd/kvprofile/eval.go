@@ -197,14 +197,14 @@ func (a *app) eval(ctx context.Context, name string, f *evalFlags) error {
 			return err
 		}
 	}
-	backend, err := a.newBackend(m.Inspect().Parameters, "", "", "")
+	opened, err := a.newBackends(m.Inspect().Parameters, "", "", "")
 	if err != nil {
 		return err
 	}
-	defer backend.Close()
-	e, err := engine.New(m.Config, m, backend)
+	defer opened.Close()
+	set, err := a.load(m, opened)
 	if err != nil {
-		return &modelError{fmt.Errorf("model %s: %w", m.Path, err)}
+		return err
 	}
 	o := eval.DefaultOptions()
 	o.Question, o.Extra, o.Scattered, o.Stop = eval.Question(f.question), f.extra, f.scattered, m.EOS
@@ -223,7 +223,7 @@ func (a *app) eval(ctx context.Context, name string, f *evalFlags) error {
 			done = before + d
 			task.Set(done, all, fmt.Sprintf("%d of %d prompts, %d plans", done, all, len(contenders)))
 		}
-		r, err := eval.Evaluate(ctx, e, m.Tokenizer, ofLength(sets, n), contenders, o)
+		r, err := eval.EvaluateOn(ctx, set, m.Tokenizer, ofLength(sets, n), contenders, o)
 		if err != nil {
 			task.End(err)
 			return err
@@ -397,17 +397,17 @@ func (a *app) evalSpeed(ctx context.Context, m *model.Model, p *plan.Plan, f *ev
 	if err != nil {
 		return err
 	}
-	backend, err := a.newBackend(m.Inspect().Parameters, "", "", "")
+	opened, err := a.openBackends(1, m.Inspect().Parameters, "", "", "")
 	if err != nil {
 		return err
 	}
-	defer backend.Close()
-	e, err := engine.New(m.Config, m, backend)
+	defer opened.Close()
+	set, err := a.load(m, opened)
 	if err != nil {
-		return &modelError{fmt.Errorf("model %s: %w", m.Path, err)}
+		return err
 	}
 	const steps = 16
-	s, err := eval.MeasureSpeed(ctx, e, m.Tokenizer, sets[0].Samples[0].Tokens, p, f.batch, steps)
+	s, err := eval.MeasureSpeed(ctx, set.First(), m.Tokenizer, sets[0].Samples[0].Tokens, p, f.batch, steps)
 	if err != nil {
 		return err
 	}

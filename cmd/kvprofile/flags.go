@@ -35,7 +35,7 @@ type sharedFlags struct {
 func (s *sharedFlags) add(f *pflag.FlagSet) {
 	f.SortFlags = false
 	f.StringVarP(&s.out, "out", "o", "", "where the results go (default depends on the verb)")
-	f.StringVar(&s.device, "device", "auto", "auto (the CPU), cpu, cuda or cuda:N, the N-th NVIDIA GPU")
+	f.StringVar(&s.device, "device", "auto", "auto (the CPU), cpu, cuda or cuda:N, the N-th NVIDIA GPU, cuda:N,M,... or cuda:all, several that are alike")
 	f.StringVar(&s.cublas, "cublas", "", "file or folder of libcublas; looked for in the usual places by default")
 	f.IntVar(&s.threads, "threads", 0, "threads to compute with; 0 means all CPUs; results do not depend on it")
 	f.Uint64Var(&s.seed, "seed", 42, "seed of everything drawn by chance")

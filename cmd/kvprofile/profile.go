@@ -141,14 +141,16 @@ func (s *session) profile(ctx context.Context, d *datasets.Dataset, in input, gr
 	}
 	stage := run.Stage{Name: "profile", Settings: grid, Inputs: inputs, Outputs: []string{recordDir}, Costly: true}
 	return s.do(ctx, stage, func(ctx context.Context) error {
-		m, err := s.engine()
+		set, err := s.engine()
 		if err != nil {
 			return err
 		}
 		t := s.app.ui.Begin("profile", len(d.Samples)*s.model.Config.Layers)
-		err = profile.Run(ctx, m, d, s.model.Tokenizer, profile.Options{Dir: s.folder.Path(recordDir), Tool: tool().Version,
+		furthest := 0 // several devices are not at one layer
+		err = profile.RunOn(ctx, set, d, s.model.Tokenizer, profile.Options{Dir: s.folder.Path(recordDir), Tool: tool().Version,
 			ModelName: s.model.Name, SHA256: digests(s.print), Grid: grid, Batch: batch}, func(p profile.Progress) {
-			t.Set(p.Done*p.Layers+p.Layer, p.Samples*p.Layers, fmt.Sprintf("%d of %d samples", p.Done, p.Samples))
+			furthest = max(furthest, p.Done*p.Layers+p.Layer)
+			t.Set(furthest, p.Samples*p.Layers, fmt.Sprintf("%d of %d samples", p.Done, p.Samples))
 		})
 		t.End(err)
 		return err

@@ -13,7 +13,6 @@ import (
 
 	"github.com/kvprofile/kvprofile/datasets"
 	"github.com/kvprofile/kvprofile/internal/compile"
-	"github.com/kvprofile/kvprofile/internal/engine"
 	"github.com/kvprofile/kvprofile/internal/eval"
 	"github.com/kvprofile/kvprofile/internal/run"
 	"github.com/kvprofile/kvprofile/internal/ui"
@@ -95,14 +94,14 @@ func (a *app) search(ctx context.Context, from compileInputs, path string, s *se
 	if err != nil {
 		return nil, err
 	}
-	backend, err := a.newBackend(m.Inspect().Parameters, "", "", "")
+	opened, err := a.newBackends(m.Inspect().Parameters, "", "", "")
 	if err != nil {
 		return nil, err
 	}
-	defer backend.Close()
-	e, err := engine.New(m.Config, m, backend)
+	defer opened.Close()
+	set, err := a.load(m, opened)
 	if err != nil {
-		return nil, &modelError{fmt.Errorf("model %s: %w", m.Path, err)}
+		return nil, err
 	}
 	if s.retention > 0 {
 		o.Budget = 0
@@ -124,7 +123,7 @@ func (a *app) search(ctx context.Context, from compileInputs, path string, s *se
 		eo.Progress = func(done, all int) {
 			task.Set((pass-1)*prompts+done, s.calls*prompts, fmt.Sprintf("pass %d, %d plans", pass, len(plans)))
 		}
-		r, err := eval.Evaluate(ctx, e, m.Tokenizer, sets, contenders, eo)
+		r, err := eval.EvaluateOn(ctx, set, m.Tokenizer, sets, contenders, eo)
 		if err != nil {
 			return nil, err
 		}

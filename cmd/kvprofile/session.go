@@ -7,8 +7,8 @@ import (
 	"io/fs"
 	"path/filepath"
 
-	"github.com/kvprofile/kvprofile/internal/engine"
 	"github.com/kvprofile/kvprofile/internal/engine/cuda"
+	"github.com/kvprofile/kvprofile/internal/engine/devices"
 	"github.com/kvprofile/kvprofile/internal/model"
 	"github.com/kvprofile/kvprofile/internal/run"
 	"github.com/kvprofile/kvprofile/internal/ui"
@@ -16,12 +16,12 @@ import (
 
 // session is work on one model in one locked run folder.
 type session struct {
-	app     *app
-	model   *model.Model
-	print   model.Fingerprint
-	folder  *run.Folder
-	backend engine.Backend
-	loaded  *engine.Model // nil until a stage needs the weights
+	app      *app
+	model    *model.Model
+	print    model.Fingerprint
+	folder   *run.Folder
+	backends backends
+	loaded   *devices.Set // nil until a stage needs the weights
 }
 
 // session locks the run folder of a model and chooses the backend: that which the folder was begun with.
@@ -35,22 +35,21 @@ func (a *app) session(dir string, m *model.Model) (*session, error) {
 			return nil, ui.Hint(err, "choose another folder with --out, or begin anew with --force")
 		}
 	}
-	backend, err := a.newBackend(m.Inspect().Parameters, kind, tier, precision)
+	opened, err := a.newBackends(m.Inspect().Parameters, kind, tier, precision)
 	if err != nil && kind != "" {
 		return nil, ui.Hint(fmt.Errorf("%s: begun on another device: %w", dir, err), "choose another folder with --out, or begin anew with --force")
 	}
 	if err != nil {
 		return nil, err
 	}
-	s := &session{app: a, model: m, print: m.Fingerprint(), backend: backend}
-	device, tier, precision := tierOf(backend)
+	s := &session{app: a, model: m, print: m.Fingerprint(), backends: opened}
+	device, tier, precision := tierOf(opened[0])
 	s.folder, err = run.Open(dir, run.Manifest{
 		Tool: tool(), Arguments: a.args, Seed: a.shared.seed, Threads: a.shared.threads, Device: device, Tier: tier, Precision: precision,
 		Model: run.Model{Name: m.Name, Path: m.Path, SHA256: digests(s.print)},
 	}, run.Options{Force: a.shared.force})
 	if err != nil {
-		backend.Close()
-		return nil, err
+		return nil, errors.Join(err, opened.Close())
 	}
 	if err := run.WriteJSON(s.folder.Path(modelFile), cardOf(m, s.print)); err != nil {
 		s.Close()
@@ -67,20 +66,31 @@ func digests(p model.Fingerprint) map[string]string {
 	return map[string]string{"config": p.Config, "weights": p.Weights, "tokenizer": p.Tokenizer}
 }
 
-// engine gives the weights to the backend, once.
-func (s *session) engine() (*engine.Model, error) {
+// engine gives the weights to the devices, once.
+func (s *session) engine() (*devices.Set, error) {
 	if s.loaded != nil {
 		return s.loaded, nil
 	}
-	e, err := engine.New(s.model.Config, s.model, s.backend)
+	set, err := s.app.load(s.model, s.backends)
 	if err != nil {
-		return nil, &modelError{fmt.Errorf("model %s: %w", s.model.Path, err)}
+		return nil, err
 	}
-	if g, ok := s.backend.(*cuda.Backend); ok && g.Streamed() > 0 {
-		s.app.ui.Note("%s of the weights do not fit the GPU: they are copied to it whenever they are needed", ui.Bytes(g.Streamed()))
+	s.loaded = set
+	return set, nil
+}
+
+// load gives a model's weights to devices.
+func (a *app) load(m *model.Model, on backends) (*devices.Set, error) {
+	set, err := devices.New(m.Config, m, on...)
+	if err != nil {
+		return nil, &modelError{fmt.Errorf("model %s: %w", m.Path, err)}
 	}
-	s.loaded = e
-	return e, nil
+	for _, b := range on {
+		if g, ok := b.(*cuda.Backend); ok && g.Streamed() > 0 {
+			a.ui.Note("%s of the weights do not fit %s: they are copied to it whenever they are needed", ui.Bytes(g.Streamed()), g.Label())
+		}
+	}
+	return set, nil
 }
 
 // unload gives back the weights' memory.
@@ -94,7 +104,7 @@ func (s *session) unload() {
 // Close gives back the weights' memory and the lock.
 func (s *session) Close() {
 	s.unload()
-	s.backend.Close()
+	s.backends.Close()
 	s.folder.Close()
 }
 

@@ -15,6 +15,7 @@ import (
 
 	"github.com/kvprofile/kvprofile/datasets"
 	"github.com/kvprofile/kvprofile/internal/engine"
+	"github.com/kvprofile/kvprofile/internal/engine/devices"
 	"github.com/kvprofile/kvprofile/plan"
 )
 
@@ -96,6 +97,13 @@ func FullPlan(p *plan.Plan) *plan.Plan {
 //
 // Errors: *BytesError, *engine.NonFiniteError, those of ctx.
 func Evaluate(ctx context.Context, m *engine.Model, tok Tokenizer, sets []*datasets.Dataset, contenders []Contender, o Options) (*Result, error) {
+	return EvaluateOn(ctx, devices.Of(m), tok, sets, contenders, o)
+}
+
+// EvaluateOn is Evaluate with the samples spread over devices; the result is the same on any number. tok must bear calls from
+// several goroutines; o.Progress is called from one at a time.
+func EvaluateOn(ctx context.Context, set *devices.Set, tok Tokenizer, sets []*datasets.Dataset, contenders []Contender, o Options) (*Result, error) {
+	m := set.First()
 	if len(contenders) == 0 {
 		return nil, fmt.Errorf("no plans to evaluate")
 	}
@@ -103,9 +111,9 @@ func Evaluate(ctx context.Context, m *engine.Model, tok Tokenizer, sets []*datas
 		return nil, fmt.Errorf("%d tokens beyond the answer's length: must be at least 0", o.Extra)
 	}
 	first := contenders[0].Plan
-	all := append([]Contender{{Name: NameFull, Plan: FullPlan(first)}}, contenders...)
-	e := &evaluator{ctx: ctx, model: m, tok: tok, o: o}
-	for _, c := range append(all[1:len(all):len(all)], all[0]) { // the full cache last: it is never the one to blame
+	both := append([]Contender{{Name: NameFull, Plan: FullPlan(first)}}, contenders...)
+	e := &evaluator{tok: tok, o: o}
+	for _, c := range append(both[1:len(both):len(both)], both[0]) { // the full cache last: it is never the one to blame
 		if c.Plan.Cache.BlockSize != first.Cache.BlockSize {
 			return nil, fmt.Errorf("%s has blocks of %d tokens, %s of %d: evaluate them one by one", c.Name, c.Plan.Cache.BlockSize, contenders[0].Name, first.Cache.BlockSize)
 		}
@@ -116,41 +124,49 @@ func Evaluate(ctx context.Context, m *engine.Model, tok Tokenizer, sets []*datas
 		e.entries = append(e.entries, x)
 	}
 	e.entries = slices.Concat(e.entries[len(contenders):], e.entries[:len(contenders)])
-	samples, done := 0, 0
+	samples := 0
 	for _, d := range sets {
 		samples += len(d.Samples)
 	}
-	runs := make([]Run, len(all))
-	for i, c := range all {
+	runs := make([]Run, len(both))
+	for i, c := range both {
 		runs[i] = Run{Name: c.Name, Budget: c.Budget, PlanSHA256: c.Plan.Digest(), Outcomes: []Outcome{}, Texts: []TextOutcome{}}
 	}
 	r := &Result{Format: Format, Version: Version, Tool: first.Tool, Model: first.Model, Device: m.Backend.Name(), Question: string(o.Question)}
+	all := make([]*datasets.Sample, 0, samples)
 	for _, d := range sets {
 		for i := range d.Samples {
-			s := &d.Samples[i]
-			if len(s.Find(datasets.SpanQuestion)) == 0 {
-				texts, err := e.text(s)
-				if err != nil {
-					return nil, err
-				}
-				for c, t := range texts {
-					runs[c].Texts = append(runs[c].Texts, t)
-				}
-			} else {
-				outcomes, err := e.quiz(s)
-				if err != nil {
-					return nil, err
-				}
-				for c, out := range outcomes {
-					runs[c].Outcomes = append(runs[c].Outcomes, out)
-				}
-			}
-			done++
-			if o.Progress != nil {
-				o.Progress(done, samples)
-			}
+			all = append(all, &d.Samples[i])
 		}
 		r.Purpose = d.Meta.Purpose
+	}
+	type outcomes struct {
+		texts   []TextOutcome // one per contender, or none
+		answers []Outcome
+	}
+	err := devices.Map(ctx, set, len(all), func(ctx context.Context, m *engine.Model, i int) (out outcomes, err error) {
+		own := *e // entries are only read
+		own.ctx, own.model = ctx, m
+		if len(all[i].Find(datasets.SpanQuestion)) == 0 {
+			out.texts, err = own.text(all[i])
+		} else {
+			out.answers, err = own.quiz(all[i])
+		}
+		return out, err
+	}, func(i int, out outcomes) error {
+		for c, t := range out.texts {
+			runs[c].Texts = append(runs[c].Texts, t)
+		}
+		for c, a := range out.answers {
+			runs[c].Outcomes = append(runs[c].Outcomes, a)
+		}
+		if o.Progress != nil {
+			o.Progress(i+1, samples)
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, err
 	}
 	r.Datasets = References(sets)
 	r.Full, r.Runs = runs[0], runs[1:]

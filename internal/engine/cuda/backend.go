@@ -93,6 +93,9 @@ func (b *Backend) Name() string {
 	return "cuda sm_" + strings.ReplaceAll(b.info.Capability, ".", "") + " " + precision
 }
 
+// Label names the GPU as --device does: "cuda:0".
+func (b *Backend) Label() string { return fmt.Sprintf("cuda:%d", b.info.Index) }
+
 // Info describes the GPU.
 func (b *Backend) Info() Info { return b.info }
 

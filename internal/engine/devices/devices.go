@@ -14,13 +14,16 @@ import (
 )
 
 // Set is one model on one or several backends.
-type Set struct{ models []*engine.Model }
+type Set struct {
+	models []*engine.Model
+	labels []string // what errors call the devices
+}
 
 // Of is the set of one model.
-func Of(m *engine.Model) *Set { return &Set{models: []*engine.Model{m}} }
+func Of(m *engine.Model) *Set { return &Set{models: []*engine.Model{m}, labels: []string{""}} }
 
 // New loads a model's weights into every backend, into all at once. The backends must have one name, which says how they compute,
-// and stay open when the set is closed. Errors are those of engine.New.
+// and stay open when the set is closed. A backend with a method Label is called so in errors. Errors are those of engine.New.
 func New(cfg engine.Config, weights engine.Weights, backends ...engine.Backend) (*Set, error) {
 	if len(backends) == 0 {
 		return nil, errors.New("no devices")
@@ -31,6 +34,13 @@ func New(cfg engine.Config, weights engine.Weights, backends ...engine.Backend) 
 		}
 	}
 	s := &Set{models: make([]*engine.Model, len(backends))}
+	for i, b := range backends {
+		label := fmt.Sprintf("device %d of %d", i, len(backends))
+		if l, ok := b.(interface{ Label() string }); ok {
+			label = l.Label()
+		}
+		s.labels = append(s.labels, label)
+	}
 	err := s.Each(context.Background(), func(_ context.Context, device int, _ *engine.Model) (err error) {
 		s.models[device], err = engine.New(cfg, weights, backends[device])
 		return err
@@ -90,7 +100,7 @@ func (s *Set) Each(ctx context.Context, work func(ctx context.Context, device in
 	}
 	for d, err := range errs {
 		if err != nil && !errors.Is(err, context.Canceled) {
-			return fmt.Errorf("device %d of %d: %w", d, n, err)
+			return fmt.Errorf("%s: %w", s.labels[d], err)
 		}
 	}
 	return errors.Join(errs...)
