@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"io/fs"
 	"math"
 	"os"
 	"path/filepath"
@@ -15,20 +16,28 @@ import (
 
 	"github.com/kvprofile/kvprofile/internal/engine/cuda"
 	"github.com/kvprofile/kvprofile/internal/engine/cuda/fakecuda"
+	"github.com/kvprofile/kvprofile/internal/run"
 )
 
 // onGPU runs the command on a machine with a simulated GPU.
 func onGPU(t *testing.T, fake *fakecuda.Driver, dir string, args ...string) (code int, stdout, stderr string) {
+	t.Helper()
+	code, stdout, stderr = onGPUs(t, fake, dir, "cuda", args...)
+	if err := fake.Err(); err != nil {
+		t.Error(err)
+	}
+	return code, stdout, stderr
+}
+
+// onGPUs runs the command on some of a machine's simulated GPUs, which may fail.
+func onGPUs(t *testing.T, fake *fakecuda.Driver, dir, device string, args ...string) (code int, stdout, stderr string) {
 	t.Helper()
 	var out, log bytes.Buffer
 	a := &app{libraries: func(string) (cuda.Symbols, error) {
 		return func(_ cuda.Library, name string) (uintptr, error) { return fake.Symbol(name) }, nil
 	}}
 	env := []string{"KVPROFILE_CONFIG=" + filepath.Join(dir, "tiny.yaml")}
-	code = a.main(context.Background(), append(args, "--device", "cuda"), strings.NewReader(""), &out, &log, env)
-	if err := fake.Err(); err != nil {
-		t.Error(err)
-	}
+	code = a.main(context.Background(), append(args, "--device", device), strings.NewReader(""), &out, &log, env)
 	if err := fake.Leaks(); err != nil {
 		t.Error(err)
 	}
@@ -126,6 +135,99 @@ func TestRunOnSimulatedGPU(t *testing.T) {
 		}
 	}
 	t.Logf("log-probabilities on the CPU %.4g, on the GPU %.4g", logProbs[0], logProbs[1])
+}
+
+// Two and three GPUs come to the bytes of one: record, gates, plan and evaluation.
+func TestSeveralGPUsComeToTheBytesOfOne(t *testing.T) {
+	if testing.Short() {
+		t.Skip("simulating GPUs takes a while")
+	}
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "tiny.yaml"), nil, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	fake := fakecuda.New(fakecuda.Options{})
+	plan := filepath.Join(dir, "cuda-0", "plan.json")
+	made := map[string]map[string]string{}
+	for _, c := range []struct {
+		device string
+		gpus   int
+	}{{"cuda:0", 1}, {"cuda:all", 2}, {"cuda:2,0,1", 3}} {
+		fake.Reset(fakecuda.Options{Count: c.gpus})
+		out := filepath.Join(dir, strings.NewReplacer(":", "-", ",", "-").Replace(c.device))
+		for _, args := range [][]string{
+			{"run", testdata + "llama", "-o", out, "--lengths", "380", "--depths", "0.2,0.5,0.8", "--train-lengths", "380", "--count", "3", "--passkeys", "1", "--words", "1",
+				"--train-sink", "4", "--train-recent", "16", "--learning-rate", "0.9", "--steps", "2", "--train-batch", "4", "--allow-low-rate"},
+			{"eval", testdata + "llama", "--plan", plan, "--tasks", "needle-grid", "--lengths", "380", "--samples", "2", "--texts", "1", "--extra", "0", "-o", filepath.Join(out, "eval.json")},
+		} {
+			if code, _, log := onGPUs(t, fake, dir, c.device, args...); code != exitDone {
+				t.Fatalf("%s: exit code %d: %s", c.device, code, log)
+			}
+			if err := fake.Err(); err != nil {
+				t.Error(err)
+			}
+		}
+		if n := fake.Calls("cuDevicePrimaryCtxRetain"); n != 2*c.gpus {
+			t.Errorf("%s: %d GPUs were opened in two commands, want %d", c.device, n, 2*c.gpus)
+		}
+		made[c.device] = filesBelow(t, out)
+		for name, text := range made["cuda:0"] {
+			if made[c.device][name] != text {
+				t.Errorf("%s: %s differs from that of one GPU", c.device, name)
+			}
+		}
+		if len(made[c.device]) != len(made["cuda:0"]) || len(made[c.device]) < 20 {
+			t.Errorf("%s: %d files, one GPU made %d", c.device, len(made[c.device]), len(made["cuda:0"]))
+		}
+	}
+}
+
+// filesBelow reads all files of a run folder but run.json, which has times, and the lock.
+func filesBelow(t *testing.T, dir string) map[string]string {
+	t.Helper()
+	out := map[string]string{}
+	err := filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		if err != nil || d.IsDir() || d.Name() == run.ManifestName || d.Name() == ".lock" {
+			return err
+		}
+		text, err := os.ReadFile(path)
+		out[strings.TrimPrefix(path, dir)] = string(text)
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return out
+}
+
+// A GPU that fails ends the command with an error that says which one it was; nothing hangs and nothing of the others stays behind.
+func TestOneOfSeveralGPUsFails(t *testing.T) {
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "tiny.yaml"), nil, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	fake := fakecuda.New(fakecuda.Options{})
+	dataset := filepath.Join(dir, "train.parquet")
+	if code, _, log := call(context.Background(), dir, "datasets", "build", testdata+"llama", "--task", "passkeys", "--lengths", "380", "--count", "3", "--passkeys", "1", "--words", "1", "-o", dataset); code != exitDone {
+		t.Fatal(log)
+	}
+	for name, args := range map[string][]string{
+		"profile": {"profile", testdata + "llama", "--dataset", dataset},
+		"distill": {"distill", testdata + "llama", "--dataset", dataset, "--train-sink", "4", "--train-recent", "16", "--steps", "3", "--batch", "3", "--allow-low-rate"},
+	} {
+		fake.Reset(fakecuda.Options{Count: 3})
+		fake.Break(1, 40)
+		code, _, log := onGPUs(t, fake, dir, "cuda:all", append(args, "-o", filepath.Join(dir, name))...)
+		if code != exitFailed || !strings.Contains(log, "cuda:1: ") || !strings.Contains(log, "CUDA_ERROR_ILLEGAL_ADDRESS") {
+			t.Errorf("%s: exit code %d: %s", name, code, log)
+		}
+	}
+	for device, want := range map[string]string{"cuda:0,3": "cuda:3", "cuda:0,0": "unknown device", "cuda:": "unknown device", "cuda:all,1": "unknown device", "cuda:1,-1": "unknown device"} {
+		fake.Reset(fakecuda.Options{Count: 3})
+		if code, _, log := onGPUs(t, fake, dir, device, "profile", testdata+"llama", "--dataset", dataset, "-o", filepath.Join(dir, "x")); code != exitFailed || !strings.Contains(log, want) {
+			t.Errorf("%s: exit code %d: %s", device, code, log)
+		}
+	}
 }
 
 func TestDoctorOnSimulatedGPU(t *testing.T) {

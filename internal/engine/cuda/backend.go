@@ -129,6 +129,15 @@ func (b *Backend) must(f func() error) {
 	}
 }
 
+// give runs f, which gives something back, on the GPU's goroutine. A lost GPU has nothing to give: whoever worked with it knows.
+func (b *Backend) give(f func() error) {
+	err := b.dev.do(f)
+	var gone *LostError
+	if err != nil && !errors.As(err, &gone) {
+		panic(&engine.Failure{Err: err})
+	}
+}
+
 // storage is the memory behind a tensor and its views. Memory of a new tensor is cleared when someone reads it: most
 // operations write all of their result.
 type storage struct {
@@ -159,7 +168,7 @@ func (b *Backend) New(rows, cols int) engine.Tensor {
 
 // Free returns tensors for reuse. What was queued before still runs with them.
 func (b *Backend) Free(ts ...engine.Tensor) {
-	b.must(func() error {
+	b.give(func() error {
 		for _, t := range ts {
 			m := t.(*Tensor).mem
 			if m.count == 0 {

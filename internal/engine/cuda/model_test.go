@@ -252,7 +252,7 @@ func TestFailures(t *testing.T) {
 	}
 
 	m, b, fake = open(1 << 30)
-	fake.Break(20)
+	fake.Break(0, 20)
 	teacher, err := m.Teach(ctx, enginetest.Tokens(cfg, 10, 1))
 	var lost *LostError
 	if !errors.As(err, &lost) || teacher != nil {

@@ -224,7 +224,7 @@ func expandPiece(dst []byte, lo int, parts []engine.Matrix, kind number) {
 func (b *Backend) Unload(x engine.Weight) {
 	w := x.(*weight)
 	if w.parts == nil {
-		b.must(func() error { return b.dev.memory.put(w.at) })
+		b.give(func() error { return b.dev.memory.put(w.at) })
 		if w.rows > 1 {
 			b.weights.loaded, b.weights.held = b.weights.loaded-w.bytes(), b.weights.held-w.bytes()
 		}
@@ -235,7 +235,7 @@ func (b *Backend) Unload(x engine.Weight) {
 		b.evict(w)
 	}
 	b.weights.loaded -= w.bytes()
-	b.must(func() error {
+	b.give(func() error {
 		e := w.ready
 		w.parts, w.ready = nil, 0
 		return b.dev.check("cuEventDestroy", b.dev.api.eventDestroy.call(e))

@@ -58,11 +58,11 @@ func (s *Set) Len() int { return len(s.models) }
 // First is the model on the first device, for what needs one only.
 func (s *Set) First() *engine.Model { return s.models[0] }
 
-// Close gives the weights back; the backends stay open.
+// Close gives the weights back, but of devices that failed: there is nothing to be had. The backends stay open.
 func (s *Set) Close() {
 	for _, m := range s.models {
 		if m != nil {
-			m.Close()
+			_ = guarded(func() error { m.Close(); return nil })
 		}
 	}
 }

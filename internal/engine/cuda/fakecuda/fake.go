@@ -17,10 +17,10 @@ import (
 
 // Options describe the machine that is simulated.
 type Options struct {
-	Memory     int64 // bytes of the GPU; 0 means 1 GiB
+	Memory     int64 // bytes of each GPU; 0 means 1 GiB
 	Driver     int   // CUDA version of the driver; 0 means 12080
 	Capability int   // 10 * major + minor; 0 means 90
-	Count      int   // number of GPUs; 0 means 1. They share their memory.
+	Count      int   // number of GPUs; 0 means 1
 
 	// Rewrite, when not nil, changes PTX before it is taken: a test breaks a kernel and expects that to be seen.
 	Rewrite func(ptx string) string
@@ -81,16 +81,13 @@ const (
 
 // Driver is one simulated machine.
 type Driver struct {
-	mu       sync.Mutex
-	options  Options
-	device   *ptxsim.Device
-	err      error // the first thing that went wrong
-	sticky   int32 // after a failed kernel every call fails
-	breakAt  int   // fail when so many launches have been executed
-	launched int
+	mu      sync.Mutex
+	options Options
+	gpus    []*gpu
+	err     error // the first thing that went wrong
 
-	contexts map[int]uintptr // by thread
-	retained int
+	contexts map[int]uintptr  // by thread
+	owner    map[uintptr]*gpu // of handles and of pinned memory
 	modules  map[uintptr]*ptxsim.Module
 	kernels  map[uintptr]*ptxsim.Kernel
 	granted  map[uintptr]int32 // dynamic shared memory
@@ -108,12 +105,24 @@ type Driver struct {
 	names    map[int32][]byte
 }
 
-// stream is work that has not been done yet.
-type stream struct{ queue []task }
+// gpu is one of the machine's.
+type gpu struct {
+	device   *ptxsim.Device
+	sticky   int32 // after a failed kernel every call fails
+	breakAt  int   // fail when so many launches have been executed
+	launched int
+	retained int
+}
+
+// stream is work of one GPU that has not been done yet.
+type stream struct {
+	on    *gpu
+	queue []task
+}
 
 type task struct {
 	what string
-	run  func() error
+	run  func(on *gpu) error
 }
 
 // event is done when its stream has come to it.
@@ -145,7 +154,11 @@ func (f *Driver) Reset(o Options) {
 			panic(err) // it was mapped here
 		}
 	}
-	f.options, f.device, f.err, f.sticky, f.breakAt, f.launched, f.retained, f.gemmFLOP, f.copied = o.defaults(), ptxsim.NewDevice(), nil, 0, 0, 0, 0, 0, 0
+	f.options, f.gpus, f.err, f.gemmFLOP, f.copied = o.defaults(), nil, nil, 0, 0
+	for i := range f.options.Count {
+		f.gpus = append(f.gpus, &gpu{device: ptxsim.NewDeviceAt(0x7f0000000000 + uint64(i)<<40)})
+	}
+	f.owner = map[uintptr]*gpu{}
 	f.granted, f.absent, f.next = map[uintptr]int32{}, map[uint64]int64{}, virtual
 	f.contexts, f.modules, f.kernels, f.streams = map[int]uintptr{}, map[uintptr]*ptxsim.Module{}, map[uintptr]*ptxsim.Kernel{}, map[uintptr]*stream{}
 	f.events, f.blas, f.pinned, f.counts = map[uintptr]*event{}, map[uintptr]uintptr{}, map[uintptr][]byte{}, map[string]int{}
@@ -184,29 +197,51 @@ func (f *Driver) Copied() int64 {
 func (f *Driver) Work() (instructions uint64, flop int64) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return f.device.Steps.Load(), f.gemmFLOP
+	for _, g := range f.gpus {
+		instructions += g.device.Steps.Load()
+	}
+	return instructions, f.gemmFLOP
 }
 
-// Leaks says what has not been given back.
+// Leaks says what has not been given back. Of a GPU that failed nothing can be.
 func (f *Driver) Leaks() error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	queued := 0
-	for _, s := range f.streams {
-		queued += len(s.queue)
+	allocations, contexts, queued := 0, 0, 0
+	var bytes int64
+	for _, g := range f.gpus {
+		if g.sticky == 0 {
+			allocations, bytes, contexts = allocations+g.device.Live(), bytes+g.device.Used, contexts+g.retained
+		}
 	}
-	if n := f.device.Live(); n+f.retained+len(f.modules)+len(f.streams)+len(f.events)+len(f.blas)+len(f.pinned)+queued > 0 {
+	for _, s := range f.streams {
+		if s.on.sticky == 0 {
+			queued += len(s.queue)
+		}
+	}
+	modules, streams, events, blas, pinned := left(f, f.modules), left(f, f.streams), left(f, f.events), left(f, f.blas), left(f, f.pinned)
+	if allocations+contexts+modules+streams+events+blas+pinned+queued > 0 {
 		return fmt.Errorf("left behind: %d allocations (%d bytes), %d contexts, %d modules, %d streams with %d tasks, %d events, %d cuBLAS handles, %d pinned buffers",
-			n, f.device.Used, f.retained, len(f.modules), len(f.streams), queued, len(f.events), len(f.blas), len(f.pinned))
+			allocations, bytes, contexts, modules, streams, queued, events, blas, pinned)
 	}
 	return nil
 }
 
-// Break makes the n-th launch from now fail, as when the GPU falls off the bus.
-func (f *Driver) Break(n int) {
+// left counts what belongs to GPUs that did not fail.
+func left[T any](f *Driver, have map[uintptr]T) (n int) {
+	for h := range have {
+		if f.owner[h].sticky == 0 {
+			n++
+		}
+	}
+	return n
+}
+
+// Break makes a GPU's n-th launch from now fail, as when it falls off the bus.
+func (f *Driver) Break(index, n int) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.breakAt = f.launched + n
+	f.gpus[index].breakAt = f.gpus[index].launched + n
 }
 
 // fail remembers why a call fails.
@@ -220,28 +255,43 @@ func (f *Driver) fail(code int32, format string, args ...any) int32 {
 // enter counts a call, and insists on a context on the calling thread. The caller holds the lock.
 func (f *Driver) enter(name string) int32 {
 	f.counts[name]++
-	if f.sticky != 0 {
-		return f.sticky
-	}
-	if f.contexts[syscall.Gettid()] == 0 {
+	g := f.here()
+	if g == nil {
 		return f.fail(invalidContext, "%s: no context on this thread", name)
 	}
-	return okay
+	return g.sticky
 }
+
+// here is the GPU of the calling thread's context, nil without one.
+func (f *Driver) here() *gpu {
+	c := f.contexts[syscall.Gettid()]
+	if c == 0 {
+		return nil
+	}
+	return f.gpus[c-firstContext]
+}
+
+// firstContext is the handle of the first GPU's context.
+const firstContext = 0x100
 
 func (f *Driver) handle() uintptr {
 	f.handles++
-	return 0x1000 + f.handles
+	h := 0x1000 + f.handles
+	f.owner[h] = f.here()
+	return h
 }
 
 // queue defers a task.
-func (f *Driver) queue(name string, at uintptr, run func() error) int32 {
+func (f *Driver) queue(name string, at uintptr, run func(on *gpu) error) int32 {
 	if code := f.enter(name); code != okay {
 		return code
 	}
 	s := f.streams[at]
 	if s == nil {
 		return f.fail(invalidValue, "%s: no stream %#x", name, at)
+	}
+	if s.on != f.here() {
+		return f.fail(invalidContext, "%s: a stream of another GPU than the thread's", name)
 	}
 	s.queue = append(s.queue, task{name, run})
 	return okay
@@ -252,30 +302,33 @@ func (f *Driver) drain(s *stream, until func() bool) int32 {
 	for len(s.queue) > 0 && (until == nil || !until()) {
 		t := s.queue[0]
 		s.queue = s.queue[1:]
-		if err := t.run(); err != nil {
-			f.sticky = illegalAddress
+		if err := t.run(s.on); err != nil {
+			s.on.sticky = illegalAddress
 			return f.fail(illegalAddress, "%s: %w", t.what, err)
 		}
 	}
-	return f.sticky
+	return s.on.sticky
 }
 
-// drainAll executes everything, as calls do that stop the GPU.
+// drainAll executes everything of the thread's GPU, as calls do that stop it.
 func (f *Driver) drainAll() int32 {
 	for _, s := range f.streams {
+		if s.on != f.here() {
+			continue
+		}
 		if code := f.drain(s, nil); code != okay {
 			return code
 		}
 	}
-	return f.sticky
+	return f.here().sticky
 }
 
-// memory returns device memory, nothing of what is not there.
-func (f *Driver) memory(p uint64, n int) ([]byte, error) {
+// memory returns a GPU's memory, nothing of what is not there.
+func (f *Driver) memory(on *gpu, p uint64, n int) ([]byte, error) {
 	if f.options.Trace != nil && p >= virtual && p < f.next {
 		return nil, nil
 	}
-	return f.device.Bytes(p, n)
+	return on.device.Bytes(p, n)
 }
 
 // hostMemory returns pinned memory.
@@ -314,14 +367,14 @@ func (f *Driver) functions() map[string]any {
 			return g()
 		})
 	}
-	copied := func(name string, dst, src func() ([]byte, error), at uintptr) int32 {
+	copied := func(name string, dst, src func(on *gpu) ([]byte, error), at uintptr) int32 {
 		return locked(func() int32 {
-			return f.queue(name, at, func() error {
-				to, err := dst()
+			return f.queue(name, at, func(on *gpu) error {
+				to, err := dst(on)
 				if err != nil {
 					return err
 				}
-				from, err := src()
+				from, err := src(on)
 				if err != nil {
 					return err
 				}
@@ -330,11 +383,11 @@ func (f *Driver) functions() map[string]any {
 			})
 		})
 	}
-	device := func(p uint64, n uintptr) func() ([]byte, error) {
-		return func() ([]byte, error) { return f.memory(p, int(n)) }
+	device := func(p uint64, n uintptr) func(on *gpu) ([]byte, error) {
+		return func(on *gpu) ([]byte, error) { return f.memory(on, p, int(n)) }
 	}
-	host := func(p unsafe.Pointer, n uintptr) func() ([]byte, error) {
-		return func() ([]byte, error) { return f.hostMemory(p, n) }
+	host := func(p unsafe.Pointer, n uintptr) func(on *gpu) ([]byte, error) {
+		return func(*gpu) ([]byte, error) { return f.hostMemory(p, n) }
 	}
 	return map[string]any{
 		"cuInit":             func(flags uint32) int32 { return okay },
@@ -367,13 +420,14 @@ func (f *Driver) functions() map[string]any {
 		},
 		"cuDevicePrimaryCtxRetain": func(c *uintptr, d int32) int32 {
 			return locked(func() int32 {
-				f.retained++
-				*c = uintptr(d) + 0x100
+				f.counts["cuDevicePrimaryCtxRetain"]++
+				f.gpus[d].retained++
+				*c = firstContext + uintptr(d)
 				return okay
 			})
 		},
 		"cuDevicePrimaryCtxRelease_v2": func(d int32) int32 {
-			return locked(func() int32 { f.retained--; return okay })
+			return locked(func() int32 { f.gpus[d].retained--; return okay })
 		},
 		"cuCtxSetCurrent": func(c uintptr) int32 {
 			return locked(func() int32 { f.contexts[syscall.Gettid()] = c; return okay })
@@ -383,17 +437,17 @@ func (f *Driver) functions() map[string]any {
 				if n == 0 {
 					return f.fail(invalidValue, "cuMemAlloc of 0 bytes")
 				}
-				if f.device.Used+int64(n) > f.options.Memory {
+				if f.here().device.Used+int64(n) > f.options.Memory {
 					return outOfMemory // the caller is expected to live with it
 				}
 				if f.options.Trace != nil && n > large {
 					*p = f.next
 					f.absent[*p] = int64(n)
 					f.next += uint64(n+4095) / 4096 * 4096
-					f.device.Used += int64(n)
+					f.here().device.Used += int64(n)
 					return okay
 				}
-				*p = f.device.Alloc(int(n))
+				*p = f.here().device.Alloc(int(n))
 				return okay
 			})
 		},
@@ -403,11 +457,11 @@ func (f *Driver) functions() map[string]any {
 					return code
 				}
 				if n, ok := f.absent[p]; ok {
-					f.device.Used -= n
+					f.here().device.Used -= n
 					delete(f.absent, p)
 					return okay
 				}
-				if err := f.device.Free(p); err != nil {
+				if err := f.here().device.Free(p); err != nil {
 					return f.fail(invalidValue, "cuMemFree: %w", err)
 				}
 				return okay
@@ -415,7 +469,7 @@ func (f *Driver) functions() map[string]any {
 		},
 		"cuMemGetInfo_v2": func(free, total *uintptr) int32 {
 			return inside("cuMemGetInfo", func() int32 {
-				*free, *total = uintptr(f.options.Memory-f.device.Used), uintptr(f.options.Memory)
+				*free, *total = uintptr(f.options.Memory-f.here().device.Used), uintptr(f.options.Memory)
 				return okay
 			})
 		},
@@ -429,7 +483,7 @@ func (f *Driver) functions() map[string]any {
 					m[i] = 0xff
 				}
 				*p = uintptr(unsafe.Pointer(&m[0]))
-				f.pinned[*p] = m
+				f.pinned[*p], f.owner[*p] = m, f.here()
 				return okay
 			})
 		},
@@ -461,8 +515,8 @@ func (f *Driver) functions() map[string]any {
 		},
 		"cuMemsetD8Async": func(p uint64, v uint8, n, at uintptr) int32 {
 			return locked(func() int32 {
-				return f.queue("cuMemsetD8Async", at, func() error {
-					b, err := f.memory(p, int(n))
+				return f.queue("cuMemsetD8Async", at, func(on *gpu) error {
+					b, err := f.memory(on, p, int(n))
 					for i := range b {
 						b[i] = v
 					}
@@ -519,7 +573,7 @@ func (f *Driver) functions() map[string]any {
 		"cuStreamCreate": func(s *uintptr, flags uint32) int32 {
 			return inside("cuStreamCreate", func() int32 {
 				*s = f.handle()
-				f.streams[*s] = &stream{}
+				f.streams[*s] = &stream{on: f.here()}
 				return okay
 			})
 		},
@@ -544,7 +598,7 @@ func (f *Driver) functions() map[string]any {
 				if f.options.Ignore == "cuStreamWaitEvent" {
 					return okay
 				}
-				return f.queue("cuStreamWaitEvent", at, func() error {
+				return f.queue("cuStreamWaitEvent", at, func(*gpu) error {
 					if !ev.done {
 						f.drain(ev.stream, func() bool { return ev.done })
 					}
@@ -570,7 +624,7 @@ func (f *Driver) functions() map[string]any {
 				}
 				mark := &event{stream: f.streams[at]} // an event that is recorded again forgets the first time
 				f.events[e] = mark
-				return f.queue("cuEventRecord", at, func() error { mark.done = true; return nil })
+				return f.queue("cuEventRecord", at, func(*gpu) error { mark.done = true; return nil })
 			})
 		},
 		"cuEventSynchronize": func(e uintptr) int32 {
@@ -644,9 +698,9 @@ func (f *Driver) launch(fn uintptr, grid, block [3]uint32, shared uint32, at uin
 	if list[len(k.Params)] != nil {
 		return f.fail(invalidValue, "%s: more than %d arguments", k.Name, len(k.Params))
 	}
-	return f.queue("cuLaunchKernel", at, func() error {
+	return f.queue("cuLaunchKernel", at, func(on *gpu) error {
 		f.counts["launch "+k.Name]++
-		f.launched++
+		on.launched++
 		if f.options.Trace != nil {
 			w := Work{Kernel: k.Name, Grid: grid}
 			for _, p := range k.Params {
@@ -657,9 +711,9 @@ func (f *Driver) launch(fn uintptr, grid, block [3]uint32, shared uint32, at uin
 			f.options.Trace(w)
 			return nil
 		}
-		if f.launched == f.breakAt {
+		if on.launched == on.breakAt {
 			return fmt.Errorf("%s: broken on request", k.Name)
 		}
-		return f.device.Launch(k, grid, int(threads), int(shared), buf)
+		return on.device.Launch(k, grid, int(threads), int(shared), buf)
 	})
 }

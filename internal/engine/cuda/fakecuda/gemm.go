@@ -51,7 +51,7 @@ func (f *Driver) gemm(name string, h uintptr, g gemm, compute int32) int32 {
 	if !ok {
 		return f.fail(blasInvalidValue, "%s: no handle %#x", name, h)
 	}
-	if f.queue(name, at, func() error { return f.multiply(g) }) != okay {
+	if f.queue(name, at, func(on *gpu) error { return f.multiply(on, g) }) != okay {
 		return blasExecution
 	}
 	f.gemmFLOP += 2 * int64(g.m) * int64(g.n) * int64(g.k) * int64(g.batch)
@@ -59,7 +59,7 @@ func (f *Driver) gemm(name string, h uintptr, g gemm, compute int32) int32 {
 }
 
 // multiply computes c = alpha * op(a) * op(b) + beta * c, with sums in float32.
-func (f *Driver) multiply(g gemm) error {
+func (f *Driver) multiply(on *gpu, g gemm) error {
 	if f.options.Trace != nil {
 		f.options.Trace(Work{M: int(g.m), N: int(g.n), K: int(g.k), Batch: int(g.batch), Half: g.a.kind == 14, Accumulate: g.beta != 0})
 		return nil
@@ -67,16 +67,16 @@ func (f *Driver) multiply(g gemm) error {
 	m, n, k := int(g.m), int(g.n), int(g.k)
 	for z := range int64(g.batch) {
 		// Rows of op(a) and columns of op(b), each k values side by side.
-		rows, err := f.vectors(g.a, z, m, k, g.ta != 0)
+		rows, err := on.vectors(g.a, z, m, k, g.ta != 0)
 		if err != nil {
 			return fmt.Errorf("a: %w", err)
 		}
-		columns, err := f.vectors(g.b, z, n, k, g.tb == 0)
+		columns, err := on.vectors(g.b, z, n, k, g.tb == 0)
 		if err != nil {
 			return fmt.Errorf("b: %w", err)
 		}
 		size := g.c.size()
-		c, err := f.device.Bytes(g.c.at+uint64(z*g.c.stride)*uint64(size), ((n-1)*int(g.c.ld)+m)*size)
+		c, err := on.device.Bytes(g.c.at+uint64(z*g.c.stride)*uint64(size), ((n-1)*int(g.c.ld)+m)*size)
 		if err != nil {
 			return fmt.Errorf("c: %w", err)
 		}
@@ -106,7 +106,7 @@ func (f *Driver) multiply(g gemm) error {
 }
 
 // vectors copies count vectors of k values: with contiguous set, vector i is column i of the matrix in memory, else row i.
-func (f *Driver) vectors(m matrix, z int64, count, k int, contiguous bool) ([]float32, error) {
+func (f *gpu) vectors(m matrix, z int64, count, k int, contiguous bool) ([]float32, error) {
 	size, ld := m.size(), int(m.ld)
 	rows, cols := count, k
 	if contiguous {

@@ -27,7 +27,10 @@ type Device struct {
 }
 
 // NewDevice returns a device without memory in use.
-func NewDevice() *Device { return &Device{next: 0x7f0000000000} }
+func NewDevice() *Device { return NewDeviceAt(0x7f0000000000) }
+
+// NewDeviceAt is NewDevice with memory from an address on: devices side by side have none in common.
+func NewDeviceAt(base uint64) *Device { return &Device{next: base} }
 
 // Alloc returns poisoned memory (0xFF: NaN in bf16 and f32).
 func (d *Device) Alloc(n int) uint64 {
