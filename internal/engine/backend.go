@@ -137,3 +137,10 @@ type Backend interface {
 	// Finite reports the first row with a NaN or an infinity, or -1.
 	Finite(t Tensor) int
 }
+
+// Parker is a Backend that can do with less memory than its tensors take: it is told which ones are not needed for a while.
+type Parker interface {
+	// Park says that tensors, which are only read from now on, are not read soon. They can be used as before; the backend may keep
+	// their values elsewhere until then. Views share the fate of their tensor.
+	Park(t ...Tensor)
+}

@@ -30,6 +30,7 @@ func (m *Model) TeachAll(ctx context.Context, samples ...[]int32) (_ []*Teacher,
 	keep := func(x Tensor) Tensor {
 		y := b.New(x.Rows(), x.Cols())
 		b.Copy(y, x)
+		m.park(y)
 		return y
 	}
 	teachers, batch := make([]*Teacher, len(samples)), make([]*Sequence, len(samples))
@@ -53,6 +54,13 @@ func (m *Model) TeachAll(ctx context.Context, samples ...[]int32) (_ []*Teacher,
 		return nil, err
 	}
 	return teachers, nil
+}
+
+// park tells the backend that tensors are not read soon, if it wants to know.
+func (m *Model) park(t ...Tensor) {
+	if p, ok := m.Backend.(Parker); ok {
+		p.Park(t...)
+	}
 }
 
 // TeacherBytes is the memory that a Teacher of that many tokens takes, at 4 bytes a value.
@@ -192,6 +200,10 @@ func (m *Model) StudyAll(ctx context.Context, lessons []Lesson, gates [][]float6
 				kept.free()
 				kept = nil
 			}
+			m.park(s.top)
+			if kept != nil {
+				m.park(kept.allocated...)
+			}
 			s.inputs, s.stashes, s.top = append(s.inputs, s.top), append(s.stashes, kept), next
 			if row := b.Finite(next); row >= 0 {
 				return fail(&NonFiniteError{Layer: l, Sequence: i, Row: row})
@@ -205,6 +217,7 @@ func (m *Model) StudyAll(ctx context.Context, lessons []Lesson, gates [][]float6
 		s.dhidden = b.New(n, m.Config.Hidden)
 		s.Loss = b.SquaredError(s.dhidden, h, s.teacher.hidden, lessons[i].Rows)
 		b.Free(h)
+		m.park(s.teacher.hidden, s.top, s.dhidden)
 	}
 	return students, nil
 }
@@ -232,6 +245,7 @@ func (s *Student) layerForward(l int, x Tensor) (Tensor, *stash) {
 
 	merged := b.New(n, cfg.QueryWidth())
 	b.GatedMerge(merged, s.teacher.attention[l], k.stream, s.gates[l], cfg.HeadDim)
+	m.park(s.teacher.attention[l])
 	k.mid = k.new(n, cfg.Hidden)
 	b.Copy(k.mid, x)
 	b.MatMul(k.mid, merged, w.output, true)
@@ -282,6 +296,7 @@ func BackwardAll(ctx context.Context, students []*Student) (_ [][][]float64, err
 		grads[i] = make([][]float64, len(m.layers))
 		dx = append(dx, b.New(s.top.Rows(), cfg.Hidden))
 		b.RMSNormBackward(dx[i], s.dhidden, s.top, m.norm, cfg.NormEps)
+		m.park(s.dhidden, s.top)
 	}
 	for l := len(m.layers) - 1; l >= 0; l-- {
 		for i, s := range students {
@@ -296,7 +311,8 @@ func BackwardAll(ctx context.Context, students []*Student) (_ [][][]float64, err
 			}
 			grads[i][l] = s.layerBackward(l, dx[i], k)
 			k.free()
-			s.stashes[l] = nil
+			b.Free(s.inputs[l]) // what is below needs it no more
+			s.stashes[l], s.inputs = nil, s.inputs[:l]
 		}
 	}
 	return grads, nil
@@ -319,6 +335,7 @@ func (s *Student) layerBackward(l int, dx Tensor, k *stash) []float64 {
 	dmerged, dstream := b.New(n, cfg.QueryWidth()), b.New(n, cfg.QueryWidth())
 	b.MatMulBackward(dmerged, dx, w.output, false)
 	grad := b.GatedMergeBackward(dstream, dmerged, s.teacher.attention[l], k.stream, s.gates[l], cfg.HeadDim)
+	m.park(s.teacher.attention[l])
 	b.Free(dmerged)
 	if l > 0 { // nothing below the first layer has a gate
 		dq, dk, dv := b.New(n, cfg.QueryWidth()), b.New(n, cfg.KVWidth()), b.New(n, cfg.KVWidth())

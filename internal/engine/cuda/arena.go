@@ -13,6 +13,8 @@ type arena struct {
 	grain int64
 	take  func(n int64) (pointer, error)
 	give  func(p pointer) error
+	// press is asked to put something back when memory is full; false when it has nothing. nil without such a thing.
+	press func() (bool, error)
 
 	inUse, peak, reserved int64 // bytes handed out, the most ever, bytes taken from the driver
 }
@@ -33,6 +35,23 @@ const alignment = 256
 
 // get returns n bytes of any content.
 func (a *arena) get(n int64) (pointer, error) {
+	for {
+		p, err := a.find(n)
+		if err == nil || a.press == nil || !isFull(err) {
+			return p, err
+		}
+		some, failed := a.press()
+		if failed != nil {
+			return 0, failed
+		}
+		if !some {
+			return 0, err
+		}
+	}
+}
+
+// find is get without pressing.
+func (a *arena) find(n int64) (pointer, error) {
 	exact := n
 	n = (max(n, 1) + alignment - 1) / alignment * alignment
 	if a.grain == 0 {

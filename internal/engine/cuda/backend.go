@@ -45,9 +45,13 @@ type Backend struct {
 	scratch int64
 	rotary  map[*engine.Rotary]*rotary
 	weights weights
+	spill   spill
 }
 
-var _ engine.Backend = (*Backend)(nil)
+var (
+	_ engine.Backend = (*Backend)(nil)
+	_ engine.Parker  = (*Backend)(nil)
+)
 
 // New opens a GPU. Errors: NoDriverError, NoCUBLASError (from Libraries), NoDeviceError, TooOldError, OutOfMemoryError, CallError.
 func New(o Options) (*Backend, error) {
@@ -78,6 +82,7 @@ func New(o Options) (*Backend, error) {
 	if b.dev, b.info, err = openDevice(o.Symbols, o.Device, grain, staging); err != nil {
 		return nil, err
 	}
+	b.dev.memory.press = b.makeRoom
 	if err := b.limitWeights(o.Weights, b.WeightBytes(o.Parameters), staging); err != nil {
 		return nil, errors.Join(err, b.Close())
 	}
@@ -141,9 +146,11 @@ func (b *Backend) give(f func() error) {
 // storage is the memory behind a tensor and its views. Memory of a new tensor is cleared when someone reads it: most
 // operations write all of their result.
 type storage struct {
-	at    pointer
-	count int  // values; 0 once freed
-	stale bool // to be read as zeros
+	at     pointer // 0 while a parked tensor is on the host alone
+	count  int     // values; 0 once freed
+	stale  bool    // to be read as zeros
+	parked bool    // not needed for a while
+	host   []byte  // copy on the host, nil without
 }
 
 // Tensor is a row-major matrix of float32 in the GPU's memory.
@@ -175,6 +182,13 @@ func (b *Backend) Free(ts ...engine.Tensor) {
 				continue
 			}
 			m.count = 0
+			if m.parked {
+				b.unpark(m)
+			}
+			b.spill.forget(m)
+			if m.at == 0 {
+				continue
+			}
 			if err := b.dev.memory.put(m.at); err != nil {
 				return err
 			}
@@ -204,6 +218,11 @@ func (b *Backend) read(t engine.Tensor) pointer {
 	x := t.(*Tensor)
 	if x.mem.count == 0 {
 		panic("a tensor is used after it was freed")
+	}
+	if x.mem.parked {
+		if err := b.bringBack(x.mem); err != nil {
+			panic(&engine.Failure{Err: err})
+		}
 	}
 	if x.mem.stale {
 		x.mem.stale = false
