@@ -230,6 +230,70 @@ func TestOneOfSeveralGPUsFails(t *testing.T) {
 	}
 }
 
+// A dry run says for every GPU what of the weights stays and what is streamed, how much of a stage goes to the host, and what does not fit.
+func TestDryRunOnSmallGPUs(t *testing.T) {
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "tiny.yaml"), nil, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	fake := fakecuda.New(fakecuda.Options{})
+	type estimate struct {
+		GPUs []struct {
+			Device   string `json:"device"`
+			Free     int64  `json:"free_bytes"`
+			Weights  int64  `json:"weight_bytes"`
+			Streamed int64  `json:"streamed_bytes"`
+		} `json:"gpus"`
+		Stages []struct {
+			Stage   string `json:"stage"`
+			Memory  int64  `json:"memory_bytes"`
+			Spilled int64  `json:"spilled_bytes"`
+		} `json:"stages"`
+	}
+	look := func(memory int64, tokens string) (e estimate, log string) {
+		fake.Reset(fakecuda.Options{Count: 2, Memory: memory})
+		code, out, log := onGPUs(t, fake, dir, "cuda:all", "run", testdata+"llama", "--train-lengths", tokens, "--dry-run", "--json")
+		if code != exitDone {
+			t.Fatalf("%d bytes: exit code %d: %s", memory, code, log)
+		}
+		if err := json.Unmarshal([]byte(out), &e); err != nil {
+			t.Fatal(err)
+		}
+		return e, log
+	}
+	distill := func(e estimate) (memory, spilled int64) {
+		for _, s := range e.Stages {
+			if s.Stage == "distill" {
+				memory, spilled = s.Memory, s.Spilled
+			}
+		}
+		return memory, spilled
+	}
+	all, log := look(1<<30, "1500")
+	memory, spilled := distill(all)
+	if len(all.GPUs) != 2 || all.GPUs[1].Device != "cuda:1" || all.GPUs[0].Streamed != 0 || all.GPUs[0].Free != 1<<30 || spilled != 0 || strings.Contains(log, "will not fit") {
+		t.Errorf("of large GPUs: %+v, %s", all, log)
+	}
+	// A byte less than the training needs is a byte on the host.
+	if less, log := look(memory-1, "1500"); less.GPUs[0].Streamed != 0 || strings.Contains(log, "will not fit") {
+		t.Errorf("of smaller GPUs: %+v, %s", less, log)
+	} else if _, spilled := distill(less); spilled != 1 {
+		t.Errorf("%d bytes on the host, want 1", spilled)
+	}
+	if _, log := look(64<<20, "100000"); !strings.Contains(log, "distill: cuda:1 has 64.0 MiB of memory free: this will not fit") || strings.Contains(log, "profile: cuda") {
+		t.Errorf("of small GPUs: %s", log)
+	}
+	g := gpuRoom{Free: 100, Weights: 75, Streamed: 25}
+	for _, c := range []struct {
+		memory, spill, spilled int64
+		fits                   bool
+	}{{25, 25, 0, true}, {26, 25, 1, true}, {50, 25, 25, true}, {51, 25, 25, false}, {26, 0, 0, false}} {
+		if spilled, fits := g.split(cost{memory: c.memory, spill: c.spill}); spilled != c.spilled || fits != c.fits {
+			t.Errorf("%+v: %d bytes on the host, fits: %t", c, spilled, fits)
+		}
+	}
+}
+
 func TestDoctorOnSimulatedGPU(t *testing.T) {
 	dir := t.TempDir()
 	if err := os.WriteFile(filepath.Join(dir, "tiny.yaml"), nil, 0o644); err != nil {

@@ -3,6 +3,7 @@ package main
 import (
 	"fmt"
 	"math"
+	"slices"
 	"strings"
 	"time"
 
@@ -20,9 +21,12 @@ import (
 type cost struct {
 	stage  string
 	memory int64 // bytes beyond the weights
+	spill  int64 // bytes of memory that a GPU can leave to the host
 	disk   int64 // bytes
 	// flops are floating-point operations in matrix products and in attention.
 	matmul, attention float64
+	// parallel is the number of devices that can share the work, 0 for one.
+	parallel int
 }
 
 // attentionShare is the speed of attention with statistics as a share of that of matrix products. A guess that fits
@@ -67,7 +71,7 @@ func profileCost(cfg engine.Config, d *datasets.Dataset, grid profile.Grid) (cos
 }
 
 func profileCostOf(cfg engine.Config, sizes []profile.Size, grid profile.Grid) (cost, error) {
-	c := cost{stage: "profile"}
+	c := cost{stage: "profile", parallel: len(sizes)}
 	bytes, err := profile.Estimate(cfg, grid, sizes)
 	if err != nil {
 		return c, err
@@ -83,7 +87,7 @@ func profileCostOf(cfg engine.Config, sizes []profile.Size, grid profile.Grid) (
 }
 
 func distillCost(cfg engine.Config, lengths []int, o distill.Options) cost {
-	c := cost{stage: "distill", disk: int64(o.Steps)*100 + int64(cfg.Layers*cfg.KVHeads)*200}
+	c := cost{stage: "distill", parallel: max(o.Batch, 1), disk: int64(o.Steps)*100 + int64(cfg.Layers*cfg.KVHeads)*200}
 	if len(lengths) == 0 {
 		return c
 	}
@@ -97,8 +101,8 @@ func distillCost(cfg engine.Config, lengths []int, o distill.Options) cost {
 	// Teacher forward; student forward and backward in matrix products, whose attention is cheap: it streams.
 	steps := float64(o.Steps*max(o.Batch, 1)) / float64(len(lengths))
 	c.matmul, c.attention = 3*m*steps, a*steps
-	c.memory = min(cfg.StashBytes(longest), o.StashLimit) + 2*cfg.TeacherBytes(longest) + min(o.TeacherLimit, cfg.TeacherBytes(longest)*int64(len(lengths))) +
-		3*activationBytes(cfg, longest)
+	c.spill = min(cfg.StashBytes(longest), o.StashLimit) + 2*cfg.TeacherBytes(longest) + min(o.TeacherLimit, cfg.TeacherBytes(longest)*int64(len(lengths)))
+	c.memory = c.spill + 3*activationBytes(cfg, longest)
 	// Samples of other lengths leave buffers that are kept for reuse.
 	c.memory += c.memory / 3
 	return c
@@ -138,13 +142,40 @@ func speed(b engine.Backend) (float64, error) {
 	return 2 * rows * inner * cols / best, nil
 }
 
+// gpuRoom is what a GPU has for a model, in bytes.
+type gpuRoom struct {
+	Device   string `json:"device"`
+	Free     int64  `json:"free_bytes"`
+	Weights  int64  `json:"weight_bytes"`   // that stay there, or have their place there
+	Streamed int64  `json:"streamed_bytes"` // of weights that are copied to it whenever they are needed
+}
+
+// rooms looks at the GPUs among the devices.
+func rooms(m *model.Model, on backends) (out []gpuRoom) {
+	for _, b := range on {
+		if g, ok := b.(*cuda.Backend); ok {
+			all, here := g.WeightBytes(m.Inspect().Parameters), weightBytes(m, b)
+			out = append(out, gpuRoom{Device: g.Label(), Free: g.FreeMemory(), Weights: here, Streamed: all - here})
+		}
+	}
+	return out
+}
+
+// split says how much of a stage goes to the host's memory, and whether the rest fits.
+func (g gpuRoom) split(c cost) (spilled int64, fits bool) {
+	over := max(0, c.memory+g.Weights-g.Free)
+	return min(over, c.spill), over <= c.spill
+}
+
 // dryRun prints what the stages will take on this machine.
 func (a *app) dryRun(m *model.Model, costs []cost) error {
-	b, err := a.newBackend(m.Inspect().Parameters, "")
+	opened, err := a.newBackends(m.Inspect().Parameters, "", "", "")
 	if err != nil {
 		return err
 	}
-	defer b.Close()
+	defer opened.Close()
+	gpus := rooms(m, opened)
+	b := opened[0]
 	flops, err := speed(b)
 	if err != nil {
 		return err
@@ -153,34 +184,56 @@ func (a *app) dryRun(m *model.Model, costs []cost) error {
 	type line struct {
 		Stage   string  `json:"stage"`
 		Memory  int64   `json:"memory_bytes"`
+		Spilled int64   `json:"spilled_bytes,omitempty"` // of it on the host, with the fullest GPU
 		Disk    int64   `json:"disk_bytes"`
 		Seconds float64 `json:"seconds"`
 	}
 	var lines []line
 	total := line{Stage: "all"}
 	for _, c := range costs {
-		l := line{Stage: c.stage, Memory: c.memory, Disk: c.disk, Seconds: c.matmul/flops + c.attention/(flops*attentionShare)}
+		share := float64(min(len(opened), max(c.parallel, 1)))
+		l := line{Stage: c.stage, Memory: c.memory, Disk: c.disk, Seconds: (c.matmul/flops + c.attention/(flops*attentionShare)) / share}
 		if c.matmul > 0 {
 			l.Memory += weights
+			for _, g := range gpus {
+				spilled, fits := g.split(c)
+				l.Spilled = max(l.Spilled, spilled)
+				if !fits {
+					a.ui.Warn("%s: %s has %s of memory free: this will not fit; take shorter samples", c.stage, g.Device, ui.Bytes(g.Free))
+				}
+			}
 		}
 		lines = append(lines, l)
 		total.Memory, total.Disk, total.Seconds = max(total.Memory, l.Memory), total.Disk+l.Disk, total.Seconds+l.Seconds
+		total.Spilled = max(total.Spilled, l.Spilled)
 	}
 	lines = append(lines, total)
 	if a.ui.JSON() {
 		return a.ui.PrintJSON(struct {
-			Backend string  `json:"backend"`
-			Flops   float64 `json:"flops"`
-			Stages  []line  `json:"stages"`
-		}{b.Name(), flops, lines})
+			Backend string    `json:"backend"`
+			Flops   float64   `json:"flops"`
+			GPUs    []gpuRoom `json:"gpus,omitempty"`
+			Stages  []line    `json:"stages"`
+		}{b.Name(), flops, gpus, lines})
 	}
-	if g, ok := b.(*cuda.Backend); ok && total.Memory > g.Info().Memory {
-		a.ui.Warn("%s has %s of memory: this will not fit; take shorter samples", a.shared.device, ui.Bytes(g.Info().Memory))
+	for _, g := range gpus {
+		text := fmt.Sprintf("%s: %s free, weights take %s", g.Device, ui.Bytes(g.Free), ui.Bytes(g.Weights))
+		if g.Streamed > 0 {
+			text += fmt.Sprintf("; %s more are copied to it whenever they are needed", ui.Bytes(g.Streamed))
+		}
+		a.ui.Note("%s", text)
 	}
 	a.ui.Note("%s, %d threads, %.0f GFLOP/s; nothing is run; times are right within a factor of two or so", b.Name(), a.shared.threads, flops/1e9)
 	t := ui.Table{Header: []string{"stage", "memory", "disk", "time"}}
+	if total.Spilled > 0 {
+		t.Header = []string{"stage", "memory", "of it on the host", "disk", "time"}
+	}
 	for _, l := range lines {
-		t.Add(l.Stage, ui.Bytes(l.Memory), ui.Bytes(l.Disk), roughly(l.Seconds))
+		cells := []any{l.Stage, ui.Bytes(l.Memory), ui.Bytes(l.Disk), roughly(l.Seconds)}
+		if total.Spilled > 0 {
+			cells = slices.Insert(cells, 2, any(ui.Bytes(l.Spilled)))
+		}
+		t.Add(cells...)
 	}
 	return t.Render(a.ui.Out())
 }

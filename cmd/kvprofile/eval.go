@@ -383,6 +383,7 @@ func evalCost(cfg engine.Config, sets []*datasets.Dataset, plans int) cost {
 		c.memory = max(c.memory, activationBytes(cfg, n)+2*int64(plans+1)*int64(n)*int64(cfg.Layers)*int64(2*cfg.KVWidth())*4)
 	}
 	for _, d := range sets {
+		c.parallel += len(d.Samples)
 		for i := range d.Samples {
 			m, t := forwardFlops(cfg, len(d.Samples[i].Tokens))
 			c.matmul, c.attention = c.matmul+m, c.attention+t

@@ -121,6 +121,16 @@ func (b *Backend) Memory() (inUse, peak int64) {
 	return inUse, peak
 }
 
+// FreeMemory is the free memory of the GPU in bytes, with what the backend has taken and not handed out.
+func (b *Backend) FreeMemory() (free int64) {
+	b.must(func() (err error) {
+		free, err = b.dev.freeMemory()
+		free += b.dev.memory.reserved - b.dev.memory.inUse
+		return err
+	})
+	return free
+}
+
 // Close gives all memory back, that of tensors and weights too.
 func (b *Backend) Close() error {
 	b.weights.stop()

@@ -313,6 +313,13 @@ func (d *device) take(n int64) (pointer, error) {
 	return p, d.check("cuMemAlloc", code)
 }
 
+// freeMemory is what the driver has left, bytes.
+func (d *device) freeMemory() (int64, error) {
+	var free, all uintptr
+	err := d.check("cuMemGetInfo", d.api.memInfo.call(uintptr(unsafe.Pointer(&free)), uintptr(unsafe.Pointer(&all))))
+	return int64(free), err
+}
+
 func (d *device) give(p pointer) error { return d.check("cuMemFree", d.api.memFree.call(uintptr(p))) }
 
 // pin allocates host memory that the GPU can reach.

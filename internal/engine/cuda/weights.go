@@ -64,11 +64,11 @@ func (b *Backend) limitWeights(limit, total int64, staging int) error {
 	return b.dev.do(func() error {
 		d := b.dev
 		if limit == 0 {
-			var free, all uintptr
-			if err := d.check("cuMemGetInfo", d.api.memInfo.call(uintptr(unsafe.Pointer(&free)), uintptr(unsafe.Pointer(&all)))); err != nil {
+			free, err := d.freeMemory()
+			if err != nil {
 				return err
 			}
-			limit = int64(free) / 4 * 3
+			limit = free / 4 * 3
 		}
 		if total <= limit {
 			return nil
