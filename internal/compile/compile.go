@@ -74,7 +74,7 @@ type Options struct {
 
 // DefaultOptions asks for half of the bytes.
 func DefaultOptions() Options {
-	return Options{Budget: 0.5, Sink: 64, Recent: 256, Window: 32, Pool: plan.PoolMax, Kernel: 7, BlockSize: 16, Dtype: plan.BF16,
+	return Options{Budget: 0.5, Sink: 64, Recent: 256, Window: 32, Pool: plan.PoolMax, Kernel: 7, BlockSize: 16, Dtype: plan.BF16, Order: OrderRanks,
 		Lengths: []int{4096, 32768, 131072}, Seed: 42}
 }
 
@@ -250,6 +250,7 @@ func (c *compiler) prepare() error {
 	if c.o.Threshold == 0 {
 		c.o.Threshold = c.in.FastGen.Options.Threshold
 	}
+	c.o.Order = c.o.Order.of(c.in.Gates)
 	var err error
 	if c.prior, err = priorOf(c.in.Gates, c.o.Order); err != nil {
 		return err
