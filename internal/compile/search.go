@@ -59,7 +59,7 @@ type family struct {
 // the blocks of a full cache; base is the pyramid's average.
 func newFamily(heads []head, p prior, block int, layers [][]int, least, base int) *family {
 	f := &family{heads: heads, block: block, rank: p.rank(), layers: layers, least: least, base: min(max(base, least), len(layers)-1)}
-	f.start = max(least, f.base/2)
+	f.start = max(least, f.base/4)
 	for _, h := range heads {
 		if h.gate >= 0.5 {
 			f.open++
