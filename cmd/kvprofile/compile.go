@@ -97,10 +97,10 @@ func (a *app) compileCommand() *cobra.Command {
 		Long: `compile merges gates, FastGen policies and layer budgets into a plan with one policy for
 each KV head. RUN is a run folder; single artefacts can be named in its place or beside it.
 
-A KV head with a gate of at least tau keeps everything. Below tau it gets the cheapest of
-streaming and FastGen's policies that recovers the threshold of its attention, else
-top-k with the budget of its layer. tau and the budgets are searched until the bytes
-that are kept meet --budget, or the smallest plan reaches --recovery.
+KV heads that come first in the order of their scores keep everything. The others get the
+cheapest of streaming and FastGen's policies that recovers the threshold of its attention,
+else top-k with the budget of their layer. How many come first, and the budgets, are searched
+until the bytes that are kept meet --budget, or the smallest plan reaches --recovery.
 
 --method makes the plan of one published method in its place, of at most --budget:
 ` + methodList() + `

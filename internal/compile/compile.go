@@ -1,10 +1,11 @@
 // Package compile merges gates, FastGen's policies and layer budgets into a cache plan: one policy per KV head, for a
 // number of bytes or for a recovery.
 //
-// The recipe: a KV head whose gate is at least tau keeps everything. Below tau it gets the cheapest of streaming and
-// FastGen's policies that recovers the threshold T on the attention record, if that is not dearer than top-k with the
-// budget of its layer or bytes are left for it; else top-k. tau and the budgets are searched until the kept bytes meet
-// the request (search.go). Everything is deterministic: equal inputs give equal bytes.
+// The recipe: KV heads that come first in the order of their scores (order.go) keep everything. The others get the
+// cheapest of streaming and FastGen's policies that recovers the threshold T on the attention record, if that is not
+// dearer than top-k with the budget of their layer or bytes are left for it; else top-k. How many come first, and the
+// budgets, are searched until the kept bytes meet the request (search.go). Everything is deterministic: equal inputs give
+// equal bytes.
 package compile
 
 import (
