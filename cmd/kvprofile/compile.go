@@ -44,7 +44,7 @@ func (c *compileFlags) add(f *pflag.FlagSet) {
 	f.Float64Var(&c.budget, "budget", d.Budget, "kept bytes / full bytes at the context")
 	f.Float64Var(&c.recovery, "recovery", 0, "in place of a budget: share of the attention that is to fall on what is kept")
 	f.BoolVar(&c.least, "worst-head", false, "the recovery is that of the worst KV head, not the mean")
-	f.StringVar(&c.order, "order", string(compile.OrderGate), "score by which KV heads are kept in full first: gate, data-light, needle-mass, copy or ranks (the mean of all)")
+	f.StringVar(&c.order, "order", string(compile.OrderRanks), "score by which KV heads are kept in full first: gate, data-light, needle-mass, copy or ranks (the mean of all); methods have their own")
 	f.IntVar(&c.context, "context", 0, "length in tokens that the budget is about (default: the longest recorded)")
 	f.IntVar(&c.sink, "sink", d.Sink, "first tokens that streaming heads keep")
 	f.IntVar(&c.recent, "recent", d.Recent, "last tokens that streaming heads keep; a width that was recorded")
@@ -63,9 +63,7 @@ func (c *compileFlags) resolve(a *app) (compile.Options, error) {
 	o := compile.DefaultOptions()
 	o.Budget, o.Recovery, o.LeastRecovery, o.Context = c.budget, c.recovery, c.least, c.context
 	o.Sink, o.Recent, o.Window, o.Pool, o.Kernel, o.TopKSinks = c.sink, c.recent, c.window, plan.PoolKind(c.pool), c.kernel, c.topkSinks
-	if c.order != string(compile.OrderGate) {
-		o.Order = compile.Order(c.order)
-	}
+	o.Order = compile.Order(c.order)
 	o.RatioBudgets, o.BlockSize, o.Dtype, o.Lengths, o.Seed = c.ratio, c.block, plan.Dtype(c.dtype), c.totals, a.shared.seed
 	if c.changed("recovery") {
 		if c.changed("budget") {
@@ -99,10 +97,10 @@ func (a *app) compileCommand() *cobra.Command {
 		Long: `compile merges gates, FastGen policies and layer budgets into a plan with one policy for
 each KV head. RUN is a run folder; single artefacts can be named in its place or beside it.
 
-A KV head with a gate of at least tau keeps everything. Below tau it gets the cheapest of
-streaming and FastGen's policies that recovers the threshold of its attention, else
-top-k with the budget of its layer. tau and the budgets are searched until the bytes
-that are kept meet --budget, or the smallest plan reaches --recovery.
+KV heads that come first in the order of their scores keep everything. The others get the
+cheapest of streaming and FastGen's policies that recovers the threshold of its attention,
+else top-k with the budget of their layer. How many come first, and the budgets, are searched
+until the bytes that are kept meet --budget, or the smallest plan reaches --recovery.
 
 --method makes the plan of one published method in its place, of at most --budget:
 ` + methodList() + `
@@ -201,13 +199,16 @@ func methodList() string {
 
 // method returns the options of one method that ask for the same; what was not asked for is the method's own.
 func (c *compileFlags) method(o compile.Options) compile.MethodOptions {
-	m := compile.MethodOptions{Budget: o.Budget, Context: o.Context, BlockSize: o.BlockSize, Dtype: o.Dtype, Lengths: o.Lengths, Order: o.Order,
+	m := compile.MethodOptions{Budget: o.Budget, Context: o.Context, BlockSize: o.BlockSize, Dtype: o.Dtype, Lengths: o.Lengths,
 		Pool: o.Pool, Kernel: o.Kernel, TopKSinks: o.TopKSinks, Seed: o.Seed}
 	if c.changed("sink") || c.changed("recent") {
 		m.Sink, m.Recent = o.Sink, o.Recent
 	}
 	if c.changed("window") {
 		m.Window = o.Window
+	}
+	if c.changed("order") {
+		m.Order = o.Order
 	}
 	return m
 }

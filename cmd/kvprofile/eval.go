@@ -102,7 +102,7 @@ With --compare every known method runs at equal bytes, from the scores of a run 
 	fl.StringVar(&f.results, "results", "", "write the results as Markdown, too; comments in the file are kept")
 	fl.IntVar(&f.speed, "speed", 0, "in place of tasks: time decoding after a prompt of so many tokens")
 	fl.IntVar(&f.batch, "batch", 8, "with --speed: sequences that are decoded together")
-	fl.StringSliceVar(&f.show, "show", nil, "in place of all that: show evaluations that were made; --results puts them on one page")
+	fl.StringSliceVar(&f.show, "show", nil, "in place of all that: show evaluations that were made; those of the same prompts are joined; --results puts them on one page")
 	fl.BoolVar(&f.quick, "quick", false, "few prompts: a first look")
 	return c
 }
@@ -473,7 +473,9 @@ func (a *app) evalShow(args []string, f *evalFlags) error {
 		if err != nil {
 			return err
 		}
-		results = append(results, r)
+		if !slices.ContainsFunc(results, func(old *eval.Result) bool { return old.Join(r) }) {
+			results = append(results, r)
+		}
 	}
 	if f.results != "" {
 		if err := eval.WriteMarkdown(f.results, results...); err != nil {

@@ -402,7 +402,7 @@ func TestAutoWithARecord(t *testing.T) {
 	for _, x := range got.Tried {
 		names[x.Name] = true
 	}
-	for _, want := range []string{"recipe", "topk by recovery", "topk by least recovery", "duo", "snapkv"} {
+	for _, want := range []string{"recipe-by-gate", "topk by recovery", "topk by least recovery", "duo", "snapkv"} {
 		if !names[want] {
 			t.Errorf("%s was not tried", want)
 		}

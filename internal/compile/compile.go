@@ -1,10 +1,11 @@
 // Package compile merges gates, FastGen's policies and layer budgets into a cache plan: one policy per KV head, for a
 // number of bytes or for a recovery.
 //
-// The recipe: a KV head whose gate is at least tau keeps everything. Below tau it gets the cheapest of streaming and
-// FastGen's policies that recovers the threshold T on the attention record, if that is not dearer than top-k with the
-// budget of its layer or bytes are left for it; else top-k. tau and the budgets are searched until the kept bytes meet
-// the request (search.go). Everything is deterministic: equal inputs give equal bytes.
+// The recipe: KV heads that come first in the order of their scores (order.go) keep everything. The others get the
+// cheapest of streaming and FastGen's policies that recovers the threshold T on the attention record, if that is not
+// dearer than top-k with the budget of their layer or bytes are left for it; else top-k. How many come first, and the
+// budgets, are searched until the kept bytes meet the request (search.go). Everything is deterministic: equal inputs give
+// equal bytes.
 package compile
 
 import (
@@ -74,7 +75,7 @@ type Options struct {
 
 // DefaultOptions asks for half of the bytes.
 func DefaultOptions() Options {
-	return Options{Budget: 0.5, Sink: 64, Recent: 256, Window: 32, Pool: plan.PoolMax, Kernel: 7, BlockSize: 16, Dtype: plan.BF16,
+	return Options{Budget: 0.5, Sink: 64, Recent: 256, Window: 32, Pool: plan.PoolMax, Kernel: 7, BlockSize: 16, Dtype: plan.BF16, Order: OrderRanks,
 		Lengths: []int{4096, 32768, 131072}, Seed: 42}
 }
 
@@ -250,6 +251,7 @@ func (c *compiler) prepare() error {
 	if c.o.Threshold == 0 {
 		c.o.Threshold = c.in.FastGen.Options.Threshold
 	}
+	c.o.Order = c.o.Order.of(c.in.Gates)
 	var err error
 	if c.prior, err = priorOf(c.in.Gates, c.o.Order); err != nil {
 		return err

@@ -59,10 +59,17 @@ func (b *builder) candidates() ([]*candidate, error) {
 		}
 		if c != nil {
 			f := newFamily(c.family.heads, p, c.family.block, c.family.layers, c.family.least, c.family.base)
-			add(order == OrderGate, func(budget int) (*made, error) { return c.within(f, budget), nil }, "%s", byOrder(MethodRecipe, order))
+			name := MethodRecipe + " by " + string(order)
+			switch order {
+			case OrderGate:
+				name = MethodRecipeByGate
+			case OrderRanks:
+				name = MethodRecipe
+			}
+			add(order == OrderGate || order == OrderRanks, func(budget int) (*made, error) { return c.within(f, budget), nil }, "%s", name)
 		}
 		if order != OrderGate {
-			add(false, func(budget int) (*made, error) { return b.byScore(budget, p) }, "%s", byOrder("topk", order))
+			add(false, func(budget int) (*made, error) { return b.byScore(budget, p) }, "topk by %s", order)
 		}
 		for _, f := range b.orderedBy(string(order), p) {
 			if order != OrderGate || f.name != MethodDuo+" by gate" { // that is duo
@@ -98,14 +105,6 @@ func (b *builder) orderedBy(order string, p prior) []*candidate {
 	},
 		"%s, 0.5 in full, 0.5 streaming, topk", order)
 	return out
-}
-
-// byOrder names a method with another order than its own.
-func byOrder(method string, o Order) string {
-	if o == OrderGate {
-		return method
-	}
-	return method + " by " + string(o)
 }
 
 // within returns the recipe's policies for at most budget blocks.

@@ -26,6 +26,7 @@ const (
 	MethodH2O          = "h2o"
 	MethodTopKByGate   = "topk-by-gate"
 	MethodRecipe       = "recipe"
+	MethodRecipeByGate = "recipe-by-gate"
 )
 
 // MethodInfo describes a method in a line; docs/methods.md says more.
@@ -56,7 +57,8 @@ func methods() []MethodInfo {
 		{Name: MethodMeasured, Short: "as snapkv, layers getting what the record says that they need", Paper: "ZigZagKV, Zhong et al. 2024, arXiv 2412.09036", make: (*builder).measured},
 		{Name: MethodH2O, Short: "half tokens with most attention so far, half the last ones", Paper: "Zhang et al. 2023, arXiv 2306.14048", make: (*builder).h2o},
 		{Name: MethodTopKByGate, Short: "as snapkv, heads getting in proportion to their gates", Paper: "HeadKV's division by head scores, Fu et al. 2024, arXiv 2410.19258", make: (*builder).topkByGate},
-		{Name: MethodRecipe, Short: "gates, FastGen's policies and layer budgets merged: compile's default", Paper: "-"},
+		{Name: MethodRecipeByGate, Short: "as recipe, heads in the order of their gates alone", Paper: "-"},
+		{Name: MethodRecipe, Short: "scores of the heads, FastGen's policies and layer budgets merged: compile's default", Paper: "-"},
 	}
 }
 
@@ -91,7 +93,7 @@ type MethodOptions struct {
 	Dtype plan.Dtype
 	// Lengths in tokens that the plan states totals for beside Context.
 	Lengths []int
-	// Order of duo, topk-by-gate and recipe: OrderGate.
+	// Order of duo and topk-by-gate: OrderGate; of recipe: OrderRanks.
 	Order Order
 	// Sink and Recent are what streaming heads of duo keep at least, in tokens: by StreamingSize where both are 0. For
 	// recipe they are 64 and 256, and Recent is a width that was recorded.
@@ -154,6 +156,12 @@ func Method(name string, in Inputs, o MethodOptions) (*plan.Plan, error) {
 		return nil, err
 	}
 	if m.make == nil {
+		switch {
+		case name == MethodRecipeByGate:
+			b.o.Order = OrderGate
+		case b.o.Order == "":
+			b.o.Order = OrderRanks
+		}
 		return b.recipe(name)
 	}
 	made, err := m.make(b, b.target(o.Budget))

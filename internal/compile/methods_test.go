@@ -69,7 +69,7 @@ func synthetic(r *rand.Rand, layers, kvHeads int, windows []int) Inputs {
 
 // alone are the methods that need no record.
 func alone() []string {
-	return slices.DeleteFunc(Methods(), func(name string) bool { return name == MethodRecipe })
+	return slices.DeleteFunc(Methods(), func(name string) bool { return name == MethodRecipe || name == MethodRecipeByGate })
 }
 
 // Whatever the model, context, block size and budget: the plan is valid, keeps no more than asked, no less than the

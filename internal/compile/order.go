@@ -22,7 +22,8 @@ const (
 	OrderNeedleMass Order = "needle-mass"
 	// OrderCopy goes by how often a head looks at the token that is to be copied (Retrieval Head, Wu et al. 2024).
 	OrderCopy Order = "copy"
-	// OrderRanks goes by the mean of a head's ranks in all scores that the gates come with, the gates among them.
+	// OrderRanks goes by the mean of a head's ranks in all scores that the gates come with, the gates among them. It is
+	// OrderGate where they come alone.
 	OrderRanks Order = "ranks"
 )
 
@@ -51,10 +52,18 @@ type prior struct {
 	second []float64
 }
 
+// of is the order that gates allow.
+func (o Order) of(g *distill.Gates) Order {
+	if o == OrderRanks && g.Score(distill.ScoreDataLight) == nil && g.Score(distill.ScoreNeedleMass) == nil && g.Score(distill.ScoreCopy) == nil {
+		return OrderGate
+	}
+	return o
+}
+
 // priorOf returns the scores of an order. "" is OrderGate. An order whose score the gates do not come with is an
 // *OptionError.
 func priorOf(g *distill.Gates, o Order) (prior, error) {
-	switch o {
+	switch o.of(g) {
 	case "", OrderGate:
 		p := prior{value: slices.Concat(g.Values...)}
 		if s := g.Score(distill.ScoreDataLight); s != nil {

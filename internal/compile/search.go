@@ -59,7 +59,7 @@ type family struct {
 // the blocks of a full cache; base is the pyramid's average.
 func newFamily(heads []head, p prior, block int, layers [][]int, least, base int) *family {
 	f := &family{heads: heads, block: block, rank: p.rank(), layers: layers, least: least, base: min(max(base, least), len(layers)-1)}
-	f.start = max(least, f.base/2)
+	f.start = max(least, f.base/4)
 	for _, h := range heads {
 		if h.gate >= 0.5 {
 			f.open++
@@ -105,8 +105,8 @@ func (f *family) at(s state) []option {
 
 // chain lists the stages from cheap to dear. A stage is used for a request when its cheapest state fits.
 //
-// First all heads share little; then as many as have gates of at least one half are kept in full, one by one: what
-// gates say comes before all else. Then top-k budgets grow to the pyramid's own, then heads get what recovers the threshold
+// First all heads share little; then as many as have gates of at least one half are kept in full, one by one. Small
+// budgets fare better with few heads in full than with more for all: measured, see docs/results.md. Then top-k budgets grow to the pyramid's own, then heads get what recovers the threshold
 // where that is dearer, then the rest is kept in full in the order.
 func (f *family) chain() [][]state {
 	var squeeze, open, grow, restore, rest []state

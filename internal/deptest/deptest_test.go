@@ -44,6 +44,8 @@ var rules = []rule{
 		why: "they work on the record alone: a record made elsewhere must do"},
 	{from: []string{"internal/eval"}, on: []string{module + "/distill", module + "/fastgen", module + "/pyramid", module + "/profile", module + "/internal/compile"},
 		why: "an evaluation is given plans: how they were made must not matter to it"},
+	{from: []string{"internal/report"}, on: []string{module + "/internal/engine/cpu/...", module + "/internal/engine/cuda/...", module + "/internal/model", module + "/internal/hub"},
+		why: "a report reads artefacts: it needs no model"},
 	{from: []string{"internal/export"}, on: []string{module + "/distill", module + "/fastgen", module + "/pyramid", module + "/profile", module + "/internal/engine/..."},
 		why: "what a plan says in other formats follows from the plan alone"},
 	{from: []string{"internal/hub", "internal/tokenizer", "internal/safetensors", "internal/gguf", "internal/dtype", "internal/chat"},

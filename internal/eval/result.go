@@ -5,6 +5,7 @@ import (
 	"io"
 	"math"
 	"os"
+	"reflect"
 	"slices"
 	"strings"
 
@@ -105,6 +106,24 @@ func (r *Result) Dataset(task string) *plan.DatasetRef {
 		}
 	}
 	return nil
+}
+
+// Join adds the runs of another evaluation of the same prompts and texts: with the same full cache they can be compared.
+// Where a run of that name and budget is there already, the other one's takes its place. It is false, and nothing is
+// done, for another model, device, purpose or question, or for other prompts.
+func (r *Result) Join(o *Result) bool {
+	if r.Question != o.Question || r.Purpose != o.Purpose || r.Device != o.Device || !reflect.DeepEqual(r.Model, o.Model) ||
+		!reflect.DeepEqual(r.Datasets, o.Datasets) || !slices.Equal(r.Full.Outcomes, o.Full.Outcomes) || !slices.Equal(r.Full.Texts, o.Full.Texts) {
+		return false
+	}
+	for _, x := range o.Runs {
+		if old := r.Find(x.Name, x.Budget); old != nil {
+			*old = x
+		} else {
+			r.Runs = append(r.Runs, x)
+		}
+	}
+	return true
 }
 
 // Find returns the run of a method at a budget, or nil.

@@ -214,3 +214,35 @@ func TestReadStrictly(t *testing.T) {
 		t.Errorf("%v", err)
 	}
 }
+
+func TestJoin(t *testing.T) {
+	base := synthetic
+	r, o := base(), base()
+	o.Runs = []Run{o.Runs[0]}
+	o.Runs[0].Name = "another"
+	n := len(r.Runs)
+	if !r.Join(o) || len(r.Runs) != n+1 || r.Runs[n].Name != "another" {
+		t.Fatalf("%d runs after joining one to %d", len(r.Runs), n)
+	}
+	if err := r.Validate(); err != nil {
+		t.Fatal(err)
+	}
+	o.Runs[0].PlanSHA256 = strings.Repeat("a", 64)
+	if !r.Join(o) || len(r.Runs) != n+1 || r.Runs[n].PlanSHA256 != o.Runs[0].PlanSHA256 {
+		t.Error("a run of the same name and budget did not take the old one's place")
+	}
+	for name, change := range map[string]func(o *Result){
+		"question": func(o *Result) { o.Question = "never" },
+		"purpose":  func(o *Result) { o.Purpose = "search" },
+		"device":   func(o *Result) { o.Device = "cpu go f32" },
+		"model":    func(o *Result) { o.Model.Name = "other" },
+		"prompts":  func(o *Result) { o.Full.Outcomes[0].LogProb -= 1e-9 },
+		"datasets": func(o *Result) { o.Datasets = nil },
+	} {
+		x, o := base(), base()
+		change(o)
+		if x.Join(o) || len(x.Runs) != n {
+			t.Errorf("another %s was joined", name)
+		}
+	}
+}

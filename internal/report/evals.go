@@ -213,8 +213,12 @@ func (in *Inputs) grids(id string, r *eval.Result) []grid {
 		if i == 0 {
 			g.Label = "full cache"
 		}
+		title := g.Label
+		if in.isPlan(x) {
+			title = "this plan" // its name stands above
+		}
 		for j, task := range r.Full.Tasks() {
-			f := gridFigure(task, g.Label, r, x)
+			f := gridFigure(task, title, r, x)
 			f.ID = fmt.Sprintf("%s-grid-%d-%d-%s", id, i, j, slug(task))
 			g.figures = append(g.figures, f)
 		}

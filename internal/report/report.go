@@ -149,7 +149,7 @@ func (in *Inputs) facts() []fact {
 		for i := range e.Result.Runs {
 			x := &e.Result.Runs[i]
 			if s := e.Result.Overall(x); in.isPlan(x) && s.Retention != nil {
-				out = append(out, fact{percent(*s.Retention), fmt.Sprintf("retention on %d prompts, lower bound %s", s.M, percent(*s.Lower95))})
+				out = append(out, fact{percent(*s.Retention), fmt.Sprintf("retention on %d prompts (lower bound %s), with %s of their bytes kept", s.M, percent(*s.Lower95), percent(s.Kept))})
 			}
 		}
 	}

@@ -761,7 +761,7 @@ func TestRetentionAndGrid(t *testing.T) {
 	if !strings.Contains(text, "right 5 of 20, full cache 10") || !strings.Contains(text, "retention 50.0 %, lower bound 22.2 %") {
 		t.Error("retention or its bound is wrong or missing")
 	}
-	if !strings.Contains(text, "fact: 50.0 % retention on 10 prompts, lower bound 22.2 %") {
+	if !strings.Contains(text, "fact: 50.0 % retention on 10 prompts (lower bound 22.2 %)") {
 		t.Error("the plan's retention does not stand in the head of the page")
 	}
 	for _, f := range r.Figures() {

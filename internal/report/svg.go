@@ -287,7 +287,10 @@ func (h *heatMap) figure() Figure {
 	for r, step := 0, labelled(len(h.rowNames), hgt, fontSize+1); r < len(h.rowNames); r += step {
 		d.text(left-4, top+(float64(r)+0.5)*hgt+4, "end", h.rowNames[r])
 	}
-	if middle := top + hgt*float64(len(h.rowNames))/2; h.rows != "" {
+	height := top + hgt*float64(len(h.rowNames)) + 6
+	// The name of the rows may be longer than there are rows: then it reaches up beside the legend.
+	half := charWidth*float64(utf8.RuneCountInString(h.rows))/2 + 3
+	if middle := min(top+hgt*float64(len(h.rowNames))/2, height-half); h.rows != "" {
 		d.f(`<text x="11" y="%s" class="a mid" transform="rotate(-90 11 %[1]s)">%s</text>`+"\n", px(middle), esc(h.rows))
 	}
 	for r, row := range h.cells {
@@ -301,7 +304,7 @@ func (h *heatMap) figure() Figure {
 			}
 		}
 	}
-	return Figure{ID: h.id, Title: h.title, Label: h.label, Width: width, Height: top + hgt*float64(len(h.rowNames)) + 6, body: d.String(), table: true}
+	return Figure{ID: h.id, Title: h.title, Label: h.label, Width: width, Height: height, body: d.String(), table: true}
 }
 
 // scale draws a ramp with the values at its ends and in the middle.
