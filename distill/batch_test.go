@@ -2,6 +2,7 @@ package distill
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"math"
 	"reflect"
@@ -199,6 +200,38 @@ func TestBatchesResumeExactlyOnAnyNumberOfDevices(t *testing.T) {
 		var e *CheckpointError
 		if _, err = TrainOn(context.Background(), f.set(t, n), ds, opt, nil); !errors.As(err, &e) {
 			t.Errorf("a checkpoint of another batch: %v", err)
+		}
+	}
+}
+
+// A value that is not finite names its sample, among others that go through the model with it, and on any device.
+func TestBatchNamesTheBadSample(t *testing.T) {
+	f := loadFixture(t, "llama")
+	f.Samples[1].Tokens = slices.Clone(f.Samples[1].Tokens)
+	only := int32(f.Config.Vocab - 1) // made the token of one sample alone
+	for i := range f.Samples {
+		for x, id := range f.Samples[i].Tokens {
+			if id == only {
+				f.Samples[i].Tokens[x] = 0
+			}
+		}
+	}
+	f.Samples[1].Tokens[4] = only
+	const name = "model.embed_tokens.weight"
+	bad := f.tensors[name]
+	bad.Data = slices.Clone(bad.Data)
+	binary.LittleEndian.PutUint32(bad.Data[int(only)*bad.RowBytes():], math.Float32bits(float32(math.NaN())))
+	f.tensors[name] = bad
+	ds := f.dataset()
+	for name, set := range map[string]*devices.Set{
+		"one": f.set(t, 1), "two": f.set(t, 2), "three": f.set(t, 3), "streaming": devices.Of(f.model(t, &streaming{Backend: ref.New[float64]()})),
+	} {
+		opt := f.options(2)
+		opt.Batch = 3
+		_, err := TrainOn(context.Background(), set, ds, opt, nil)
+		var e *NonFiniteError
+		if !errors.As(err, &e) || e.Sample != 1 || e.Step != 0 || e.Layer != 0 {
+			t.Errorf("%s: %v", name, err)
 		}
 	}
 }

@@ -20,7 +20,7 @@ func TestSpill(t *testing.T) {
 		t.Skip("memory of that size is simulated")
 	}
 	ctx, cfg := context.Background(), enginetest.Tiny()
-	cfg.Layers = 5
+	cfg.Layers = 8
 	gates := make([][]float64, cfg.Layers)
 	for l := range gates {
 		gates[l] = []float64{.3, .6}
