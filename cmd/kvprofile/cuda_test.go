@@ -146,38 +146,45 @@ func TestSeveralGPUsComeToTheBytesOfOne(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(dir, "tiny.yaml"), nil, 0o644); err != nil {
 		t.Fatal(err)
 	}
-	fake := fakecuda.New(fakecuda.Options{})
-	plan := filepath.Join(dir, "cuda-0", "plan.json")
-	made := map[string]map[string]string{}
-	for _, c := range []struct {
+	machines := []struct {
 		device string
 		gpus   int
-	}{{"cuda:0", 1}, {"cuda:all", 2}, {"cuda:2,0,1", 3}} {
-		fake.Reset(fakecuda.Options{Count: c.gpus})
-		out := filepath.Join(dir, strings.NewReplacer(":", "-", ",", "-").Replace(c.device))
-		for _, args := range [][]string{
-			{"run", testdata + "llama", "-o", out, "--lengths", "380", "--depths", "0.2,0.5,0.8", "--train-lengths", "380", "--count", "3", "--passkeys", "1", "--words", "1",
-				"--train-sink", "4", "--train-recent", "16", "--learning-rate", "0.9", "--steps", "2", "--train-batch", "4", "--allow-low-rate"},
-			{"eval", testdata + "llama", "--plan", plan, "--tasks", "needle-grid", "--lengths", "380", "--samples", "2", "--texts", "1", "--extra", "0", "-o", filepath.Join(out, "eval.json")},
-		} {
-			if code, _, log := onGPUs(t, fake, dir, c.device, args...); code != exitDone {
-				t.Fatalf("%s: exit code %d: %s", c.device, code, log)
-			}
-			if err := fake.Err(); err != nil {
-				t.Error(err)
-			}
+		made   map[string]string
+	}{{device: "cuda:0", gpus: 1}, {device: "cuda:all", gpus: 2}, {device: "cuda:2,0,1", gpus: 3}}
+	t.Run("machines", func(t *testing.T) {
+		for i := range machines {
+			c := &machines[i]
+			t.Run(c.device, func(t *testing.T) {
+				t.Parallel()
+				fake, out := fakecuda.New(fakecuda.Options{Count: c.gpus}), filepath.Join(dir, strings.NewReplacer(":", "-", ",", "-").Replace(c.device))
+				for _, args := range [][]string{
+					{"run", testdata + "llama", "-o", out, "--lengths", "380", "--depths", "0.2,0.8", "--train-lengths", "380", "--count", "3", "--passkeys", "1", "--words", "1",
+						"--train-sink", "4", "--train-recent", "16", "--learning-rate", "0.9", "--steps", "1", "--train-batch", "3", "--allow-low-rate"},
+					{"eval", testdata + "llama", "--plan", filepath.Join(out, "plan.json"), "--tasks", "needle-grid", "--lengths", "380", "--samples", "1", "--texts", "1", "--extra", "0",
+						"-o", filepath.Join(out, "eval.json")},
+				} {
+					if code, _, log := onGPUs(t, fake, dir, c.device, args...); code != exitDone {
+						t.Fatalf("exit code %d: %s", code, log)
+					}
+					if err := fake.Err(); err != nil {
+						t.Error(err)
+					}
+				}
+				if n := fake.Calls("cuDevicePrimaryCtxRetain"); n != 2*c.gpus {
+					t.Errorf("%d GPUs were opened in two commands, want %d", n, 2*c.gpus)
+				}
+				c.made = filesBelow(t, out)
+			})
 		}
-		if n := fake.Calls("cuDevicePrimaryCtxRetain"); n != 2*c.gpus {
-			t.Errorf("%s: %d GPUs were opened in two commands, want %d", c.device, n, 2*c.gpus)
-		}
-		made[c.device] = filesBelow(t, out)
-		for name, text := range made["cuda:0"] {
-			if made[c.device][name] != text {
+	})
+	for _, c := range machines {
+		for name, text := range machines[0].made {
+			if c.made[name] != text {
 				t.Errorf("%s: %s differs from that of one GPU", c.device, name)
 			}
 		}
-		if len(made[c.device]) != len(made["cuda:0"]) || len(made[c.device]) < 20 {
-			t.Errorf("%s: %d files, one GPU made %d", c.device, len(made[c.device]), len(made["cuda:0"]))
+		if len(c.made) != len(machines[0].made) || len(c.made) < 20 {
+			t.Errorf("%s: %d files, one GPU made %d", c.device, len(c.made), len(machines[0].made))
 		}
 	}
 }
