@@ -5,7 +5,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder="${1:-${TMPDIR:-/tmp}/kvprofile-ptxas}"
-ptxas="$(command -v ptxas || find "$folder" -name ptxas -type f 2>/dev/null | head -n1)"
+mkdir -p "$folder"
+ptxas="$(command -v ptxas || find "$folder" -name ptxas -type f | head -n1)"
 if [ -z "$ptxas" ]; then
 	python3 -m venv "$folder"
 	"$folder/bin/pip" -q install nvidia-cuda-nvcc
