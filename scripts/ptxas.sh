@@ -8,8 +8,7 @@ folder="${1:-${TMPDIR:-/tmp}/kvprofile-ptxas}"
 mkdir -p "$folder"
 ptxas="$(command -v ptxas || find "$folder" -name ptxas -type f | head -n1)"
 if [ -z "$ptxas" ]; then
-	python3 -m venv "$folder"
-	"$folder/bin/pip" -q install nvidia-cuda-nvcc
+	python3 -m pip install --quiet --disable-pip-version-check --no-deps --target "$folder" nvidia-cuda-nvcc >&2
 	ptxas="$(find "$folder" -name ptxas -type f | head -n1)"
 fi
 scratch="$(mktemp -d)"
