@@ -22,6 +22,11 @@ for target in linux/amd64 linux/arm64 darwin/arm64; do
 done
 CGO_ENABLED=0 go build -tags nocuda -o /dev/null ./cmd/kvprofile
 
+step "clang, which a test compiles the kernels with"
+if ! command -v clang++-19 >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+	{ apt-get update -qq && apt-get install -y -qq --no-install-recommends clang-19; } >/dev/null 2>&1 || echo "cannot be installed here: the test is skipped" >&2
+fi
+
 step "kernels through ptxas"
 scripts/ptxas.sh >/dev/null
 
