@@ -82,7 +82,7 @@ func interval(draws []float64) (low, high float64) {
 
 // spearman is Pearson's correlation of the ranks; false when a side has no spread.
 func spearman(a, b []float64) (float64, bool) {
-	x, y := ranks(a), ranks(b)
+	x, y := MeanRanks(a), MeanRanks(b)
 	mean := float64(len(a)+1) / 2
 	var sxy, sxx, syy float64
 	for i := range x {
@@ -97,8 +97,8 @@ func spearman(a, b []float64) (float64, bool) {
 	return min(max(sxy/math.Sqrt(sxx*syy), -1), 1), true
 }
 
-// ranks are 1 for the smallest; equal values share the mean of their ranks.
-func ranks(v []float64) []float64 {
+// MeanRanks are 1 for the smallest; equal values share the mean of their ranks.
+func MeanRanks(v []float64) []float64 {
 	at := make([]int, len(v))
 	for i := range at {
 		at[i] = i

@@ -52,7 +52,7 @@ func (q TopK) selectFrom(low, n int, votes [][]float32) []int {
 	if q.Aggregate == AggregateUnion {
 		kept = append(kept, q.union(first, prefix, count, votes)...)
 	} else {
-		scores := q.Pool.apply(q.aggregate(prefix, votes))
+		scores := q.Pool.Smooth(q.aggregate(prefix, votes))
 		for _, i := range highest(scores[min(first, prefix):], count) {
 			kept = append(kept, first+i)
 		}
@@ -97,7 +97,7 @@ func (q TopK) union(first, end, count int, votes [][]float32) []int {
 		for i := range own {
 			own[i] = valueAt(row, i)
 		}
-		own = q.Pool.apply(own)[first:]
+		own = q.Pool.Smooth(own)[first:]
 		best := highest(own, count)
 		slices.SortStableFunc(best, func(a, b int) int { return cmp.Compare(own[b], own[a]) })
 		ranked[h] = best
@@ -117,8 +117,9 @@ func (q TopK) union(first, end, count int, votes [][]float32) []int {
 	return kept
 }
 
-// apply pools along the positions.
-func (p Pool) apply(x []float64) []float64 {
+// Smooth pools along the positions with stride 1; what lies outside counts as 0 for avg and not at all for max. Without
+// pooling it returns x itself.
+func (p Pool) Smooth(x []float64) []float64 {
 	if p.Kernel <= 1 || p.Kind != PoolMax && p.Kind != PoolAvg {
 		return x
 	}

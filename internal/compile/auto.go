@@ -8,8 +8,7 @@ import (
 	"math"
 	"slices"
 
-	"gonum.org/v1/gonum/stat/distuv"
-
+	"github.com/kvprofile/kvprofile/internal/stats"
 	"github.com/kvprofile/kvprofile/plan"
 )
 
@@ -51,12 +50,10 @@ func (s *Score) Loss() float64 {
 	return math.Inf(1)
 }
 
-// Lower95 is the one-sided 95 % Clopper-Pearson lower bound of k successes in m trials.
-func Lower95(k, m int) float64 {
-	if k <= 0 || m <= 0 {
-		return 0
-	}
-	return distuv.Beta{Alpha: float64(k), Beta: float64(m-k) + 1}.Quantile(0.05)
+// lower95 is the lower bound of retention; 0 without prompts that are right.
+func lower95(k, m int) float64 {
+	bound, _ := stats.Lower95(k, m)
+	return bound
 }
 
 // AutoOptions of Auto. Zero fields take the defaults that are given here.
@@ -309,7 +306,7 @@ func (s *search) score(ctx context.Context, points []*point) ([]*point, error) {
 		if !ok {
 			continue
 		}
-		p.score, p.loss, p.lower = x, x.Loss(), Lower95(x.K, x.M)
+		p.score, p.loss, p.lower = x, x.Loss(), lower95(x.K, x.M)
 		out = append(out, p)
 		if !p.probe {
 			s.points = append(s.points, p)
@@ -342,7 +339,7 @@ func (s *search) call(ctx context.Context, points []*point) error {
 		}
 		s.known[p.plan.Digest()] = x
 		t := Tried{Name: p.name, Budget: float64(p.target) / float64(s.total), Kept: float64(p.blocks) / float64(s.total),
-			Bytes: p.plan.Totals[0].KeptBytes, M: x.M, K: x.K, Lower: Lower95(x.K, x.M), Loss: x.Loss(), Probe: p.probe}
+			Bytes: p.plan.Totals[0].KeptBytes, M: x.M, K: x.K, Lower: lower95(x.K, x.M), Loss: x.Loss(), Probe: p.probe}
 		s.result.Tried = append(s.result.Tried, t)
 		if s.o.Report != nil {
 			s.o.Report(t)
@@ -360,7 +357,7 @@ func (s *search) clears(p *point) bool {
 }
 
 // pointOnly reports whether the bound cannot reach r even if all of m are right.
-func pointOnly(m int, r float64) bool { return Lower95(m, m) < r }
+func pointOnly(m int, r float64) bool { return lower95(m, m) < r }
 
 // best is the best point so far: of those that clear R the smallest, or of all where a budget was asked for. nil where
 // there is none.
@@ -647,7 +644,7 @@ func (s *search) finish() error {
 		if p, err = s.point("full", s.total, slices.Repeat([]plan.Policy{plan.Full{}}, s.heads()), false); err != nil {
 			return err
 		}
-		p.score, p.loss, p.lower = x, x.Loss(), Lower95(x.K, x.M)
+		p.score, p.loss, p.lower = x, x.Loss(), lower95(x.K, x.M)
 	}
 	r.Name, r.Kept, r.Score, r.Lower = p.name, float64(p.blocks)/float64(s.total), p.score, p.lower
 	r.Point = s.o.Retention > 0 && pointOnly(p.score.M, s.o.Retention)

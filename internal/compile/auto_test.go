@@ -142,7 +142,7 @@ func TestAutoFindsThePlantedHeads(t *testing.T) {
 				if err != nil {
 					continue
 				}
-				if x := w.score(p); Lower95(x.K, x.M) >= o.Retention {
+				if x := w.score(p); lower95(x.K, x.M) >= o.Retention {
 					smallest, name = budget, method
 				}
 			}
@@ -185,7 +185,7 @@ func check(t *testing.T, r *AutoResult, w *world, o AutoOptions) {
 		if x.Kept > x.Budget && !x.Probe {
 			t.Errorf("%s keeps %g of %g", x.Name, x.Kept, x.Budget)
 		}
-		if x.Lower != Lower95(x.K, x.M) {
+		if x.Lower != lower95(x.K, x.M) {
 			t.Errorf("%s: bound %g", x.Name, x.Lower)
 		}
 	}
@@ -369,7 +369,7 @@ func TestAutoRefuses(t *testing.T) {
 func TestLower95(t *testing.T) {
 	for m := 1; m <= 120; m += 7 {
 		for k := 1; k <= m; k++ {
-			p := Lower95(k, m)
+			p := lower95(k, m)
 			tail, term := 0.0, 0.0
 			for i := m; i >= k; i-- {
 				a, _ := math.Lgamma(float64(m + 1))
@@ -383,7 +383,7 @@ func TestLower95(t *testing.T) {
 			}
 		}
 	}
-	if Lower95(0, 10) != 0 || Lower95(0, 0) != 0 || Lower95(59, 59) < 0.95 || Lower95(58, 58) >= 0.95 {
+	if lower95(0, 10) != 0 || lower95(0, 0) != 0 || lower95(59, 59) < 0.95 || lower95(58, 58) >= 0.95 {
 		t.Error("59 prompts are the fewest that bound .95")
 	}
 }

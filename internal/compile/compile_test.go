@@ -403,7 +403,7 @@ func TestTopKGainsMatchBruteForce(t *testing.T) {
 }
 
 func TestPoolAverages(t *testing.T) {
-	got := pool([]float64{3, 0, 6}, plan.Pool{Kind: plan.PoolAvg, Kernel: 3})
+	got := plan.Pool{Kind: plan.PoolAvg, Kernel: 3}.Smooth([]float64{3, 0, 6})
 	if want := []float64{1, 3, 2}; !slices.Equal(got, want) {
 		t.Errorf("%v, want %v", got, want)
 	}

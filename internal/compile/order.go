@@ -74,7 +74,7 @@ func priorOf(g *distill.Gates, o Order) (prior, error) {
 		sum := make([]float64, len(slices.Concat(g.Values...)))
 		for _, name := range []string{distill.ScoreGate, distill.ScoreDataLight, distill.ScoreNeedleMass, distill.ScoreCopy} {
 			if s := g.Score(name); s != nil {
-				for i, r := range meanRanks(slices.Concat(s...)) {
+				for i, r := range distill.MeanRanks(slices.Concat(s...)) {
 					sum[i] += r
 				}
 			}
@@ -88,24 +88,6 @@ func priorOf(g *distill.Gates, o Order) (prior, error) {
 		return prior{value: slices.Concat(s...)}, nil
 	}
 	return prior{}, &OptionError{"order", fmt.Sprintf("%q is none of %q", o, Orders())}
-}
-
-// meanRanks are 1 for the smallest; equal values share the mean of their ranks.
-func meanRanks(v []float64) []float64 {
-	out := make([]float64, len(v))
-	for i, x := range v {
-		below, same := 0, 0
-		for _, y := range v {
-			switch {
-			case y < x:
-				below++
-			case y == x:
-				same++
-			}
-		}
-		out[i] = float64(below) + float64(same+1)/2
-	}
-	return out
 }
 
 // compare orders heads a and b: negative when a comes first. Equal heads are ordered by layer, then KV head.

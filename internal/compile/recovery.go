@@ -110,7 +110,7 @@ func topKOrder(votes []float64, policy plan.TopK) []int {
 	n := len(votes)
 	window := min(policy.ObservationWindow, n)
 	prefix := n - window
-	pooled := pool(votes[:prefix], policy.Pool)
+	pooled := policy.Pool.Smooth(votes[:prefix])
 	order := make([]int, 0, n)
 	for j := n - 1; j >= prefix; j-- {
 		order = append(order, j)
@@ -124,23 +124,4 @@ func topKOrder(votes []float64, policy plan.TopK) []int {
 	}
 	slices.SortStableFunc(order[window+sinks:], func(a, b int) int { return cmp.Compare(pooled[b], pooled[a]) })
 	return order
-}
-
-// pool smooths along the positions with stride 1; what lies outside does not count.
-func pool(x []float64, p plan.Pool) []float64 {
-	if p.Kind == plan.PoolNone || p.Kernel <= 1 {
-		return x
-	}
-	out, half := make([]float64, len(x)), p.Kernel/2
-	for j := range x {
-		lo, hi := max(j-half, 0), min(j+half+1, len(x))
-		if p.Kind == plan.PoolMax {
-			out[j] = slices.Max(x[lo:hi])
-			continue
-		}
-		for _, v := range x[lo:hi] {
-			out[j] += v / float64(p.Kernel)
-		}
-	}
-	return out
 }

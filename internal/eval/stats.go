@@ -8,31 +8,14 @@ import (
 	"slices"
 
 	"gonum.org/v1/gonum/mathext"
-	"gonum.org/v1/gonum/stat/distuv"
+
+	"github.com/kvprofile/kvprofile/internal/stats"
 )
 
-// Alpha is the level of all tests and bounds: one-sided, 5 %.
-const Alpha = 0.05
-
-// Lower95 is the one-sided 95 % Clopper-Pearson lower bound of a share of which k of m independent trials were seen; 0
-// for k = 0. Without trials there is none: ok is false.
-func Lower95(k, m int) (bound float64, ok bool) {
-	if m <= 0 || k < 0 || k > m {
-		return 0, false
-	}
-	switch k {
-	case 0:
-		return 0, true
-	case m:
-		return math.Pow(Alpha, 1/float64(m)), true
-	}
-	return distuv.Beta{Alpha: float64(k), Beta: float64(m - k + 1)}.Quantile(Alpha), true
-}
-
-// LeastTrials is the smallest number of trials with which [Lower95] reaches a share in (0,1) when none fails.
+// LeastTrials is the smallest number of trials with which [stats.Lower95] reaches a share in (0,1) when none fails.
 func LeastTrials(share float64) int {
-	m := max(1, int(math.Log(Alpha)/math.Log(share)))
-	reached := func(m int) bool { b, _ := Lower95(m, m); return b >= share }
+	m := max(1, int(math.Log(stats.Alpha)/math.Log(share)))
+	reached := func(m int) bool { b, _ := stats.Lower95(m, m); return b >= share }
 	for m > 1 && reached(m-1) {
 		m--
 	}
@@ -186,7 +169,7 @@ func Compare(a, b *Run, seed uint64) (Comparison, error) {
 // Worse says whether A is worse than B by a test at 95 %, with a margin of 0: it is right on fewer prompts, or the gold
 // answers are less probable with it. Not being worse in this sense is no proof of being as good: with few prompts, only
 // large differences show.
-func (c Comparison) Worse() bool { return c.RightFewer < Alpha || c.UnlikelierGold < Alpha }
+func (c Comparison) Worse() bool { return c.RightFewer < stats.Alpha || c.UnlikelierGold < stats.Alpha }
 
 // WorseThan compares a run with others on the same prompts and returns the comparisons in which it is worse. The
 // p-values are not corrected for the number of others: this is the strictest demand on the run.

@@ -7,6 +7,8 @@ import (
 	"os"
 	"slices"
 	"testing"
+
+	"github.com/kvprofile/kvprofile/internal/stats"
 )
 
 // near compares with what SciPy computed, by relative difference.
@@ -51,7 +53,7 @@ func TestSciPy(t *testing.T) {
 		t.Fatalf("the fixture has %d, %d, %d and %d cases", len(want.Lower), len(want.McNemar), len(want.SignFlip), len(want.Logits))
 	}
 	for _, c := range want.Lower {
-		if got, ok := Lower95(c.K, c.M); !ok || !near(got, c.Lower95, 1e-8) {
+		if got, ok := stats.Lower95(c.K, c.M); !ok || !near(got, c.Lower95, 1e-8) {
 			t.Errorf("Lower95(%d, %d) = %v, %v, SciPy has %v", c.K, c.M, got, ok, c.Lower95)
 		}
 	}
@@ -82,7 +84,7 @@ func TestSciPy(t *testing.T) {
 
 func TestLower95(t *testing.T) {
 	for _, c := range [][2]int{{0, 0}, {1, 0}, {-1, 3}, {4, 3}, {0, -1}} {
-		if b, ok := Lower95(c[0], c[1]); ok || b != 0 {
+		if b, ok := stats.Lower95(c[0], c[1]); ok || b != 0 {
 			t.Errorf("Lower95(%d, %d) = %v, %v", c[0], c[1], b, ok)
 		}
 	}
@@ -100,11 +102,11 @@ func TestLower95(t *testing.T) {
 	for m := 1; m <= 70; m++ {
 		before := -1.0
 		for k := 0; k <= m; k++ {
-			b, ok := Lower95(k, m)
+			b, ok := stats.Lower95(k, m)
 			if !ok || !(b > before) || b > float64(k)/float64(m) {
 				t.Fatalf("Lower95(%d, %d) = %v after %v", k, m, b, before)
 			}
-			if k > 0 && math.Abs(tail(k, m, b)-Alpha) > 1e-9 {
+			if k > 0 && math.Abs(tail(k, m, b)-stats.Alpha) > 1e-9 {
 				t.Fatalf("Lower95(%d, %d) = %v, where the tail is %v", k, m, b, tail(k, m, b))
 			}
 			before = b
@@ -199,14 +201,14 @@ func TestLevels(t *testing.T) {
 		for i := range d {
 			d[i] = r.NormFloat64() * (1 + float64(i))
 		}
-		if p, _ := SignFlip(d, 1); p < Alpha {
+		if p, _ := SignFlip(d, 1); p < stats.Alpha {
 			flips++
 		}
 		var a, k int
 		for range 40 {
 			a += r.IntN(2)
 		}
-		if p, _ := McNemar(a, 40-a); p < Alpha {
+		if p, _ := McNemar(a, 40-a); p < stats.Alpha {
 			mcnemar++
 		}
 		for range 60 {
@@ -214,7 +216,7 @@ func TestLevels(t *testing.T) {
 				k++
 			}
 		}
-		if b, _ := Lower95(k, 60); b > 0.9 {
+		if b, _ := stats.Lower95(k, 60); b > 0.9 {
 			uncovered++
 		}
 	}

@@ -6,6 +6,7 @@ import (
 	"slices"
 
 	"github.com/kvprofile/kvprofile/datasets"
+	"github.com/kvprofile/kvprofile/internal/stats"
 	"github.com/kvprofile/kvprofile/plan"
 )
 
@@ -128,7 +129,7 @@ func (r *Result) summary(x *Run, samples []int) Summary {
 	}
 	s.FullAccuracy, s.Accuracy = float64(s.M)/n, float64(s.Right)/n
 	s.Bytes, s.FullBytes, s.Kept = float64(bytes)/n, float64(fullBytes)/n, float64(bytes)/float64(fullBytes)
-	if bound, ok := Lower95(s.K, s.M); ok {
+	if bound, ok := stats.Lower95(s.K, s.M); ok {
 		retention := float64(s.K) / float64(s.M)
 		s.Retention, s.Lower95 = &retention, &bound
 	}
