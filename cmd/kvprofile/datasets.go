@@ -367,6 +367,23 @@ func (a *app) datasetsShowCommand() *cobra.Command {
 	return c
 }
 
+// openWithDataset opens a model and a dataset that was made with its tokenizer.
+func (a *app) openWithDataset(name, path string) (*model.Model, *datasets.Dataset, error) {
+	m, err := a.openWithTokenizer(name)
+	if err != nil {
+		return nil, nil, err
+	}
+	d, err := datasets.Load(path)
+	if err == nil {
+		err = fits(d, path, m)
+	}
+	if err != nil {
+		m.Close()
+		return nil, nil, err
+	}
+	return m, d, nil
+}
+
 // fits reports a dataset that was made with another tokenizer, or is damaged.
 func fits(d *datasets.Dataset, path string, m *model.Model) error {
 	if d.Meta.Tokenizer != m.Tokenizer.Fingerprint() {

@@ -97,18 +97,11 @@ again with the same flags, it goes on and ends with the same bytes.`,
 			if err != nil {
 				return err
 			}
-			m, err := a.openWithTokenizer(args[0])
+			m, d, err := a.openWithDataset(args[0], dataset)
 			if err != nil {
 				return err
 			}
 			defer m.Close()
-			d, err := datasets.Load(dataset)
-			if err != nil {
-				return err
-			}
-			if err := fits(d, dataset, m); err != nil {
-				return err
-			}
 			if a.shared.dryRun {
 				return a.dryRun(m, []cost{distillCost(m.Config, lengthsOf(d), r.Options)})
 			}

@@ -96,18 +96,11 @@ whole unless asked for. Stopped and started again, it goes on at the next sample
 			if err != nil {
 				return err
 			}
-			m, err := a.openWithTokenizer(args[0])
+			m, d, err := a.openWithDataset(args[0], dataset)
 			if err != nil {
 				return err
 			}
 			defer m.Close()
-			d, err := datasets.Load(dataset)
-			if err != nil {
-				return err
-			}
-			if err := fits(d, dataset, m); err != nil {
-				return err
-			}
 			if a.shared.dryRun {
 				c, err := profileCost(m.Config, d, grid)
 				if err != nil {

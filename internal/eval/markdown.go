@@ -15,6 +15,7 @@ import (
 
 	"github.com/kvprofile/kvprofile/datasets"
 	"github.com/kvprofile/kvprofile/internal/run"
+	"github.com/kvprofile/kvprofile/internal/stats"
 	"github.com/kvprofile/kvprofile/internal/ui"
 )
 
@@ -293,21 +294,9 @@ func (r *Result) bytesTable(p *page, budgets []float64) {
 	var rows [][]string
 	marked := false
 	for _, name := range r.Methods() {
-		row := []string{escape(name)}
-		for _, b := range budgets {
-			x := r.Find(name, b)
-			if x == nil {
-				row = append(row, "-", "-", "-")
-				continue
-			}
-			s := r.Overall(x)
-			kept := share(s.Kept)
-			if r.over(x) {
-				kept, marked = kept+`\*`, true
-			}
-			row = append(row, bounded(s), decimal(s.Loss()), kept)
-		}
-		rows = append(rows, row)
+		row, over := r.overBudgets(name, budgets, `\*`)
+		marked = marked || over
+		rows = append(rows, append([]string{escape(name)}, row...))
 	}
 	p.table(header, 1, rows)
 	if marked {
@@ -474,7 +463,7 @@ func (r *Result) findingsAt(budget float64) ([]finding, error) {
 	}
 	var out []finding
 	for i, v := range Holm(p) {
-		if v < Alpha {
+		if v < stats.Alpha {
 			out = append(out, tested[i])
 		}
 	}

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/kvprofile/kvprofile/internal/stats"
 	"github.com/kvprofile/kvprofile/internal/ui"
 )
 
@@ -106,7 +107,7 @@ func (r *Result) Rank(budget float64) (Ranking, error) {
 	}
 	p = Holm(p)
 	for i, x := range others {
-		if min(p[2*i], p[2*i+1]) < Alpha {
+		if min(p[2*i], p[2*i+1]) < stats.Alpha {
 			k.Behind = append(k.Behind, x)
 		} else {
 			k.Close = append(k.Close, x)
@@ -244,21 +245,9 @@ func (r *Result) ComparisonTable(w io.Writer) error {
 				t.Header = append(t.Header, budgetName(b), "loss", "kept")
 			}
 			for _, name := range r.Methods() {
-				row := []string{shorten(name)}
-				for _, b := range part {
-					x := r.Find(name, b)
-					if x == nil {
-						row = append(row, "-", "-", "-")
-						continue
-					}
-					s := r.Overall(x)
-					kept := share(s.Kept)
-					if r.over(x) {
-						kept, marked = kept+"*", true
-					}
-					row = append(row, bounded(s), decimal(s.Loss()), kept)
-				}
-				t.Rows = append(t.Rows, row)
+				row, over := r.overBudgets(name, part, "*")
+				marked = marked || over
+				t.Rows = append(t.Rows, append([]string{shorten(name)}, row...))
 			}
 			p.table(t)
 			p.printf("\n")
@@ -278,6 +267,25 @@ func (r *Result) ComparisonTable(w io.Writer) error {
 	}
 	r.textTable(p, budgets)
 	return p.err
+}
+
+// overBudgets has three cells for each budget of a method: retention, loss and kept bytes, these with a mark where they
+// are over the budget; marked says whether any are.
+func (r *Result) overBudgets(name string, budgets []float64, mark string) (row []string, marked bool) {
+	for _, b := range budgets {
+		x := r.Find(name, b)
+		if x == nil {
+			row = append(row, "-", "-", "-")
+			continue
+		}
+		s := r.Overall(x)
+		kept := share(s.Kept)
+		if r.over(x) {
+			kept, marked = kept+mark, true
+		}
+		row = append(row, bounded(s), decimal(s.Loss()), kept)
+	}
+	return row, marked
 }
 
 func (r *Result) rankNote(p *printer, budget float64) error {
