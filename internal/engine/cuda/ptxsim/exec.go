@@ -856,15 +856,7 @@ func (b *builder) load(in *inst, mods, a []string, t string) error {
 	in.run = func(w *warp, m uint32) {
 		var al *alloc
 		if w.blk.dev.Profile {
-			if space == "shared" {
-				var ads []uint64
-				for mm := m; mm != 0; mm &= mm - 1 {
-					ads = append(ads, w.r[s][bits.TrailingZeros32(mm)]+uint64(so))
-				}
-				w.stat.shared(ads, n)
-			} else {
-				w.stat.global(&w.r[s], so, m, n)
-			}
+			w.profile(space, s, so, m, n)
 		}
 		for ; m != 0; m &= m - 1 {
 			i := bits.TrailingZeros32(m)
@@ -889,6 +881,19 @@ func (b *builder) load(in *inst, mods, a []string, t string) error {
 	return nil
 }
 
+// profile counts an access of n bytes by the lanes m at the addresses in register s plus so.
+func (w *warp) profile(space string, s int, so int64, m uint32, n int) {
+	if space != "shared" {
+		w.stat.global(&w.r[s], so, m, n)
+		return
+	}
+	var ads []uint64
+	for ; m != 0; m &= m - 1 {
+		ads = append(ads, w.r[s][bits.TrailingZeros32(m)]+uint64(so))
+	}
+	w.stat.shared(ads, n)
+}
+
 func (b *builder) store(in *inst, mods, a []string, t string) error {
 	ss, e := b.regsOf(a[1])
 	if e != nil {
@@ -904,15 +909,7 @@ func (b *builder) store(in *inst, mods, a []string, t string) error {
 	in.run = func(w *warp, m uint32) {
 		var al *alloc
 		if w.blk.dev.Profile {
-			if space == "shared" {
-				var ads []uint64
-				for mm := m; mm != 0; mm &= mm - 1 {
-					ads = append(ads, w.r[s][bits.TrailingZeros32(mm)]+uint64(so))
-				}
-				w.stat.shared(ads, n)
-			} else {
-				w.stat.global(&w.r[s], so, m, n)
-			}
+			w.profile(space, s, so, m, n)
 		}
 		for ; m != 0; m &= m - 1 {
 			i := bits.TrailingZeros32(m)
