@@ -27,7 +27,7 @@ agreement of the scores, and where all of it comes from. What the folder does no
 is left out with a sentence.
 
 It shows the folder's eval.json and those that --eval names. --figures writes each figure
-as an SVG file too.`,
+as an SVG file and as a PNG file of twice its size.`,
 		Example: `  kvprofile report out/model
   kvprofile report out/model --eval eval.json -o report.html
   kvprofile report out/model --figures figures`,
@@ -58,7 +58,7 @@ as an SVG file too.`,
 	f := c.Flags()
 	f.SortFlags = false
 	f.StringSliceVar(&evals, "eval", nil, "further evaluations to show beside the folder's eval.json")
-	f.StringVar(&figures, "figures", "", "folder that each figure is written to as an SVG file")
+	f.StringVar(&figures, "figures", "", "folder that each figure is written to, as an SVG and as a PNG file")
 	return c
 }
 
@@ -82,6 +82,7 @@ type reported struct {
 	Bytes   int64    `json:"bytes"`
 	Figures []string `json:"figures"`
 	Missing []string `json:"missing"`
+	figures int      // each is in several files
 	dryRun  bool
 }
 
@@ -111,6 +112,7 @@ func makeReport(dir, path, figures string, evals []string, dryRun bool) (*report
 	}
 	out.Bytes = info.Size()
 	if figures != "" {
+		out.figures = len(r.Figures())
 		if out.Figures, err = r.WriteFigures(figures); err != nil {
 			return nil, err
 		}
@@ -129,7 +131,7 @@ func (a *app) showReport(r *reported) error {
 		return a.ui.Printf("would write %s\n", r.Path)
 	}
 	if len(r.Figures) > 0 {
-		return a.ui.Printf("report in %s (%s), %d figures in %s\n", r.Path, ui.Bytes(r.Bytes), len(r.Figures), filepath.Dir(r.Figures[0]))
+		return a.ui.Printf("report in %s (%s), %d figures in %s\n", r.Path, ui.Bytes(r.Bytes), r.figures, filepath.Dir(r.Figures[0]))
 	}
 	return a.ui.Printf("report in %s (%s)\n", r.Path, ui.Bytes(r.Bytes))
 }

@@ -462,15 +462,20 @@ func (r *Report) Figures() []*Figure {
 	return out
 }
 
-// WriteFigures writes each figure as an SVG file to a folder, each whole or not at all, and returns the paths.
+// WriteFigures writes each figure as an SVG and as a PNG file to a folder, each whole or not at all, and returns the paths.
 func (r *Report) WriteFigures(dir string) ([]string, error) {
 	var paths []string
 	for _, f := range r.Figures() {
-		path := filepath.Join(dir, f.ID+".svg")
-		if err := run.WriteAtomic(path, f.WriteSVG); err != nil {
-			return paths, err
+		for _, file := range []struct {
+			ending string
+			write  func(w io.Writer) error
+		}{{".svg", f.WriteSVG}, {".png", f.WritePNG}} {
+			path := filepath.Join(dir, f.ID+file.ending)
+			if err := run.WriteAtomic(path, file.write); err != nil {
+				return paths, err
+			}
+			paths = append(paths, path)
 		}
-		paths = append(paths, path)
 	}
 	return paths, nil
 }

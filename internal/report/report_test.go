@@ -673,7 +673,7 @@ func TestWriteFigures(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if len(entries) != len(paths) || len(paths) != len(r.Figures()) {
+	if len(entries) != len(paths) || len(paths) != 2*len(r.Figures()) {
 		t.Errorf("%d files, %d paths, %d figures", len(entries), len(paths), len(r.Figures()))
 	}
 }

@@ -90,8 +90,8 @@ func (f *Figure) WriteSVG(w io.Writer) error {
 <title>%s</title>
 <desc>%s</desc>
 <style>%s</style>
-<rect width="100%%" height="100%%" fill="#ffffff"/>
-%s</svg>
+<rect x="0" y="0" width="%[1]s" height="%[2]s" fill="#ffffff"/>
+%[6]s</svg>
 `, px(f.Width), px(f.Height), esc(f.Title), esc(f.Label), fileCSS(), f.body)
 	return err
 }
@@ -491,11 +491,11 @@ func (s *series) draw(d *drawing, X, Y func(float64) float64, barWidth, floor fl
 	if s.band {
 		var path strings.Builder
 		var any bool
-		for i, p := range s.points {
+		for _, p := range s.points {
 			if math.IsNaN(p.low) {
 				continue
 			}
-			fmt.Fprintf(&path, "%s%s %s", map[bool]string{true: "L", false: "M"}[i > 0], px(X(p.x)), px(Y(p.high)))
+			fmt.Fprintf(&path, "%s%s %s", map[bool]string{true: "L", false: "M"}[any], px(X(p.x)), px(Y(p.high)))
 			any = true
 		}
 		for _, p := range slices.Backward(s.points) {
@@ -538,27 +538,29 @@ func (s *series) shape(d *drawing, x, y float64, hover string) {
 	if hover != "" {
 		class = "m " + class
 	}
-	var path string
+	var tag string
+	path := func(format string, args ...any) string { return `path d="` + fmt.Sprintf(format, args...) + `"` }
 	switch {
 	case s.star:
-		path = star(x, y, 7)
+		tag = path("%s", star(x, y, 7))
 	case s.style%5 == 0:
-		path = fmt.Sprintf("M%s %sa3.2 3.2 0 1 0 6.4 0a3.2 3.2 0 1 0 -6.4 0Z", px(x-3.2), px(y))
+		tag = fmt.Sprintf(`circle cx="%s" cy="%s" r="3.2"`, px(x), px(y))
 	case s.style%5 == 1:
-		path = fmt.Sprintf("M%s %sh6v6h-6Z", px(x-3), px(y-3))
+		tag = path("M%s %sh6v6h-6Z", px(x-3), px(y-3))
 	case s.style%5 == 2:
-		path = fmt.Sprintf("M%s %sl4 7h-8Z", px(x), px(y-4.2))
+		tag = path("M%s %sl4 7h-8Z", px(x), px(y-4.2))
 	case s.style%5 == 3:
-		path = fmt.Sprintf("M%s %sl4 4l-4 4l-4 -4Z", px(x), px(y-4))
+		tag = path("M%s %sl4 4l-4 4l-4 -4Z", px(x), px(y-4))
 	default:
-		path = fmt.Sprintf("M%s %sl-4 -7h8Z", px(x), px(y+4.2))
+		tag = path("M%s %sl-4 -7h8Z", px(x), px(y+4.2))
 	}
-	d.f(`<path d="%s" class="%s"`, path, class)
+	d.f(`<%s class="%s"`, tag, class)
 	if hover == "" {
 		d.f("/>\n")
 		return
 	}
-	d.f("><title>%s</title></path>\n", esc(hover))
+	name, _, _ := strings.Cut(tag, " ")
+	d.f("><title>%s</title></%s>\n", esc(hover), name)
 }
 
 // star is the path of a star with five points.
