@@ -32,9 +32,9 @@ const pngScale = 2
 // WritePNG writes the figure as a PNG file of pngScale times its natural size. It draws what [Figure.WriteSVG] writes, so
 // that figure.css alone decides on sizes and colours; texts are in Go's own fonts, which are the same on every machine.
 //
-// The rasteriser is our own because the libraries that read SVG lack texts and style sheets, those that have both weigh
-// more than all of the report, and golang.org/x/image has all but strokes. It knows what our figures have and refuses the
-// rest, lest a mark be missing from one of the two files.
+// The rasteriser is our own because libraries that read SVG have no texts or weigh more than the report, and little is
+// missing from golang.org/x/image. It knows what our figures have and refuses the rest, lest a mark be in one of the two
+// files only.
 func (f *Figure) WritePNG(w io.Writer) error {
 	var svg bytes.Buffer
 	if err := f.WriteSVG(&svg); err != nil {
@@ -71,9 +71,10 @@ type style map[string]string
 func initialStyle() style {
 	return style{
 		"fill": "#000000", "fill-opacity": "1", "opacity": "1",
-		"stroke": "none", "stroke-width": "1", "stroke-dasharray": "none", "stroke-linejoin": "miter", "paint-order": "normal",
+		"stroke": "none", "stroke-width": "1", "stroke-dasharray": "none", "paint-order": "normal",
 		"font-size": "16px", "font-weight": "400", "text-anchor": "start",
-		"font-family": "", "pointer-events": "", // of no effect here
+		// Of no effect here. Bends are always round: figure.css wants lines so, and around a text it does not show.
+		"font-family": "", "pointer-events": "", "stroke-linejoin": "",
 	}
 }
 
@@ -93,7 +94,7 @@ type cssRule struct {
 
 var (
 	cssBlock    = regexp.MustCompile(`([^{}]*)\{([^{}]*)\}`)
-	cssSelector = regexp.MustCompile(`^(\.fig )?([a-z]*)((?:\.[a-z0-9-]+)*)$`) // all that is drawn is in a .fig
+	cssSelector = regexp.MustCompile(`^(?:\.fig )?([a-z]*)((?:\.[a-z0-9-]+)*)$`) // all that is drawn is in a .fig
 )
 
 func parseCSS(text string) ([]cssRule, error) {
@@ -102,18 +103,16 @@ func parseCSS(text string) ([]cssRule, error) {
 	}
 	var rules []cssRule
 	for _, block := range cssBlock.FindAllStringSubmatch(text, -1) {
-		m := cssSelector.FindStringSubmatch(strings.TrimSpace(block[1]))
+		selector := strings.TrimSpace(block[1])
+		m := cssSelector.FindStringSubmatch(selector)
 		if m == nil {
-			return nil, fmt.Errorf("the style sheet has a selector %q, which is unknown here", block[1])
+			return nil, fmt.Errorf("the style sheet has a selector %q, which is unknown here", selector)
 		}
-		r := cssRule{element: m[2], classes: strings.FieldsFunc(m[3], func(c rune) bool { return c == '.' }), property: style{}}
+		r := cssRule{element: m[1], classes: strings.FieldsFunc(m[2], func(c rune) bool { return c == '.' }), property: style{}}
 		// A class counts for more than any number of names: CSS's specificity.
 		r.rank = 2 * len(r.classes)
 		if r.element != "" {
 			r.rank++
-		}
-		if m[1] != "" {
-			r.rank += 2
 		}
 		for declaration := range strings.SplitSeq(block[2], ";") {
 			if strings.TrimSpace(declaration) == "" {
@@ -145,14 +144,16 @@ func rasterise(svg []byte) (*image.RGBA, error) {
 		return nil, err
 	}
 	p := new(painter)
-	var err [3]error
-	p.regular, err[0] = sfnt.Parse(goregular.TTF)
-	p.bold, err[1] = sfnt.Parse(gobold.TTF)
+	css := ""
 	for _, e := range root.Elements {
 		if e.XMLName.Local == "style" {
-			p.rules, err[2] = parseCSS(e.Text)
+			css += e.Text
 		}
 	}
+	var err [3]error
+	p.rules, err[0] = parseCSS(css)
+	p.regular, err[1] = sfnt.Parse(goregular.TTF)
+	p.bold, err[2] = sfnt.Parse(gobold.TTF)
 	if err := errors.Join(err[:]...); err != nil {
 		return nil, err
 	}
@@ -197,7 +198,6 @@ func (p *painter) color(s, opacity, own string) (c pixel.NRGBA, ok bool) {
 // style is that of an element in another: what it inherits, its attributes, and the rules for its name and classes.
 func (p *painter) style(e *element, outer style) style {
 	s := maps.Clone(outer)
-	s["opacity"] = "1"
 	set := func(name, value string) {
 		if _, ok := s[name]; !ok {
 			p.fail("%s has a property %s, which is unknown here", e.XMLName.Local, name)
@@ -229,11 +229,14 @@ func (p *painter) element(e *element, outer style) {
 		p.fail("an element %s is unknown here", name)
 		return
 	}
+	if name != "svg" && name != "g" && slices.ContainsFunc(e.Elements, func(in element) bool { return in.XMLName.Local != "title" }) {
+		p.fail("an element in %s is unknown here", name)
+	}
 	s := p.style(e, outer)
 	at := func(name string) float64 { return p.number(e.attribute(name)) }
 	switch name {
 	case "svg", "g":
-		if s["opacity"] != "1" {
+		if s["opacity"] != "1" { // which it would share, not hand down
 			p.fail("opacity of a group is unknown here")
 		}
 		for i := range e.Elements {
@@ -435,6 +438,10 @@ func (p *painter) stroke(s style, lines []line, c pixel.Color) {
 		for _, f := range strings.Fields(s["stroke-dasharray"]) {
 			dashes = append(dashes, p.number(f))
 		}
+		if len(dashes) == 0 || len(dashes)%2 != 0 || slices.Min(dashes) <= 0 {
+			p.fail("dashes %q are unknown here", s["stroke-dasharray"])
+			return
+		}
 	}
 	var outlines []line
 	for _, l := range lines {
@@ -488,14 +495,11 @@ func (l line) outline(distance float64) line {
 			d := math.Hypot(b.x-a.x, b.y-a.y)
 			n := position{(b.y - a.y) / d, (a.x - b.x) / d}
 			// Around a bend to the other side, an arc; within one, the outline crosses itself where it is filled anyway.
-			if i > 0 && before.x*n.y-before.y*n.x > 0 {
-				const pieces = 6
+			if turn := math.Atan2(before.x*n.y-before.y*n.x, before.x*n.x+before.y*n.y); i > 0 && turn > 0 {
+				const pieces = 8
 				for k := 1; k < pieces; k++ {
-					t := float64(k) / pieces
-					m := position{before.x + t*(n.x-before.x), before.y + t*(n.y-before.y)}
-					if r := math.Hypot(m.x, m.y); r > 0 {
-						out = append(out, position{a.x + distance*m.x/r, a.y + distance*m.y/r})
-					}
+					sin, cos := math.Sincos(turn * float64(k) / pieces)
+					out = append(out, position{a.x + distance*(cos*before.x-sin*before.y), a.y + distance*(sin*before.x+cos*before.y)})
 				}
 			}
 			out = append(out, position{a.x + distance*n.x, a.y + distance*n.y}, position{b.x + distance*n.x, b.y + distance*n.y})

@@ -131,7 +131,7 @@ func checkPage(t *testing.T, page string) {
 	}
 }
 
-// checkFigure checks that a figure is XML with marks that have numbers, and that all lies within it.
+// checkFigure checks that a figure is XML with marks that have numbers, that all lies within it, and that it can be drawn.
 func checkFigure(t *testing.T, f *Figure) {
 	t.Helper()
 	if !regexp.MustCompile(`^[a-z0-9][a-z0-9-]*$`).MatchString(f.ID) {
@@ -143,6 +143,9 @@ func checkFigure(t *testing.T, f *Figure) {
 	}
 	if s := b.String(); strings.Contains(s, "NaN") || strings.Contains(s, "Inf") || strings.Contains(s, "var(") {
 		t.Errorf("%s has NaN, Inf or variables", f.ID)
+	}
+	if _, err := rasterise(b.Bytes()); err != nil {
+		t.Errorf("%s: %v", f.ID, err)
 	}
 	marks, titles := 0, 0
 	d := xml.NewDecoder(&b)
