@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -14,6 +15,7 @@ import (
 	"github.com/kvprofile/kvprofile/datasets"
 	"github.com/kvprofile/kvprofile/internal/compile"
 	"github.com/kvprofile/kvprofile/internal/engine"
+	"github.com/kvprofile/kvprofile/internal/engine/devices"
 	"github.com/kvprofile/kvprofile/internal/eval"
 	"github.com/kvprofile/kvprofile/internal/model"
 	"github.com/kvprofile/kvprofile/internal/ui"
@@ -197,46 +199,18 @@ func (a *app) eval(ctx context.Context, name string, f *evalFlags) error {
 			return err
 		}
 	}
-	opened, err := a.newBackends(m.Inspect().Parameters, "", "", "")
+	set, release, err := a.loadOn(math.MaxInt, m)
 	if err != nil {
 		return err
 	}
-	defer opened.Close()
-	set, err := a.load(m, opened)
-	if err != nil {
-		return err
-	}
+	defer release()
 	o := eval.DefaultOptions()
-	o.Question, o.Extra, o.Scattered, o.Stop = eval.Question(f.question), f.extra, f.scattered, m.EOS
+	o.Question, o.Extra, o.Scattered = eval.Question(f.question), f.extra, f.scattered
 	begin := time.Now()
-	task := a.ui.Begin("eval", 0)
-	var result *eval.Result
-	done, all := 0, 0
-	for _, s := range sets {
-		all += len(s.Samples)
+	result, err := a.measure(ctx, m, set, sets, plans, methods, o)
+	if err != nil {
+		return err
 	}
-	for _, n := range targetLengths(sets) {
-		contenders := slices.Clone(plans)
-		contenders = append(contenders, methods[n]...)
-		before := done
-		o.Progress = func(d, _ int) {
-			done = before + d
-			task.Set(done, all, fmt.Sprintf("%d of %d prompts, %d plans", done, all, len(contenders)))
-		}
-		r, err := eval.EvaluateOn(ctx, set, m.Tokenizer, ofLength(sets, n), contenders, o)
-		if err != nil {
-			task.End(err)
-			return err
-		}
-		if result == nil {
-			result = r
-		} else if err := result.Append(r); err != nil {
-			task.End(err)
-			return err
-		}
-	}
-	task.End(nil)
-	result.Tool, result.Model, result.Datasets = planTool(), planModel(m, m.Fingerprint()), eval.References(sets)
 	result.Seconds = time.Since(begin).Seconds()
 	if err := result.Write(path); err != nil {
 		return err
@@ -247,6 +221,38 @@ func (a *app) eval(ctx context.Context, name string, f *evalFlags) error {
 		}
 	}
 	return a.showEval(path, result, f)
+}
+
+// measure runs the model on datasets with plans applied: plans on all of them, methods on the samples of their length.
+func (a *app) measure(ctx context.Context, m *model.Model, set *devices.Set, sets []*datasets.Dataset, plans []eval.Contender, methods map[int][]eval.Contender, o eval.Options) (*eval.Result, error) {
+	o.Stop = m.EOS
+	task := a.ui.Begin("eval", 0)
+	var result *eval.Result
+	done, all := 0, 0
+	for _, s := range sets {
+		all += len(s.Samples)
+	}
+	for _, n := range targetLengths(sets) {
+		contenders := slices.Concat(plans, methods[n])
+		before := done
+		o.Progress = func(d, _ int) {
+			done = before + d
+			task.Set(done, all, fmt.Sprintf("%d of %d prompts, %d plans", done, all, len(contenders)))
+		}
+		r, err := eval.EvaluateOn(ctx, set, m.Tokenizer, ofLength(sets, n), contenders, o)
+		if err == nil && result != nil {
+			err = result.Append(r)
+		} else if err == nil {
+			result = r
+		}
+		if err != nil {
+			task.End(err)
+			return nil, err
+		}
+	}
+	task.End(nil)
+	result.Tool, result.Model, result.Datasets = planTool(), planModel(m, m.Fingerprint()), eval.References(sets)
+	return result, nil
 }
 
 // evalPlans reads plans and checks that they are of the model. NAME=FILE gives one a name; else it is that of its file.
@@ -398,15 +404,11 @@ func (a *app) evalSpeed(ctx context.Context, m *model.Model, p *plan.Plan, f *ev
 	if err != nil {
 		return err
 	}
-	opened, err := a.openBackends(1, m.Inspect().Parameters, "", "", "")
+	set, release, err := a.loadOn(1, m)
 	if err != nil {
 		return err
 	}
-	defer opened.Close()
-	set, err := a.load(m, opened)
-	if err != nil {
-		return err
-	}
+	defer release()
 	const steps = 16
 	s, err := eval.MeasureSpeed(ctx, set.First(), m.Tokenizer, sets[0].Samples[0].Tokens, p, f.batch, steps)
 	if err != nil {

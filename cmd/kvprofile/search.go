@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"math"
 	"os"
 	"path/filepath"
 	"strings"
@@ -94,15 +95,11 @@ func (a *app) search(ctx context.Context, from compileInputs, path string, s *se
 	if err != nil {
 		return nil, err
 	}
-	opened, err := a.newBackends(m.Inspect().Parameters, "", "", "")
+	set, release, err := a.loadOn(math.MaxInt, m)
 	if err != nil {
 		return nil, err
 	}
-	defer opened.Close()
-	set, err := a.load(m, opened)
-	if err != nil {
-		return nil, err
-	}
+	defer release()
 	if s.retention > 0 {
 		o.Budget = 0
 	}

@@ -79,6 +79,18 @@ func (s *session) engine() (*devices.Set, error) {
 	return set, nil
 }
 
+// loadOn opens at most so many of the devices that were chosen and gives them a model's weights; release frees both.
+func (a *app) loadOn(most int, m *model.Model) (set *devices.Set, release func(), err error) {
+	opened, err := a.openBackends(most, m.Inspect().Parameters, "", "", "")
+	if err != nil {
+		return nil, nil, err
+	}
+	if set, err = a.load(m, opened); err != nil {
+		return nil, nil, errors.Join(err, opened.Close())
+	}
+	return set, func() { set.Close(); opened.Close() }, nil
+}
+
 // load gives a model's weights to devices.
 func (a *app) load(m *model.Model, on backends) (*devices.Set, error) {
 	set, err := devices.New(m.Config, m, on...)

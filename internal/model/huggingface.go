@@ -4,7 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"os"
+	"io/fs"
 	"path/filepath"
 	"slices"
 	"sort"
@@ -209,9 +209,15 @@ func huggingFaceConfig(data []byte) (engine.Config, configJSON, error) {
 	return c, j, nil
 }
 
-func (m *Model) openHuggingFace(dir string) error {
-	m.Kind, m.Name = "huggingface", filepath.Base(dir)
-	data, err := os.ReadFile(filepath.Join(dir, "config.json"))
+// folder is a Hugging Face folder: on disk, where weights are mapped, or in another file system.
+type folder struct {
+	fs.FS
+	path string // on disk; "" elsewhere
+}
+
+func (m *Model) openHuggingFace(dir folder) error {
+	m.Kind = "huggingface"
+	data, err := fs.ReadFile(dir, "config.json")
 	if err != nil {
 		return err
 	}
@@ -224,7 +230,7 @@ func (m *Model) openHuggingFace(dir string) error {
 	}
 	m.addEOS(j.EOSTokenID...)
 	// A fine-tune for chat often names the end of a turn only here.
-	switch data, err := os.ReadFile(filepath.Join(dir, "generation_config.json")); {
+	switch data, err := fs.ReadFile(dir, "generation_config.json"); {
 	case err == nil:
 		var g struct {
 			EOSTokenID tokenIDsJSON `json:"eos_token_id"`
@@ -233,7 +239,7 @@ func (m *Model) openHuggingFace(dir string) error {
 			return fmt.Errorf("%w: generation_config.json: %w", ErrCorrupt, err)
 		}
 		m.addEOS(g.EOSTokenID...)
-	case !errors.Is(err, os.ErrNotExist):
+	case !errors.Is(err, fs.ErrNotExist):
 		return err
 	}
 	files, err := weightFiles(dir)
@@ -241,7 +247,7 @@ func (m *Model) openHuggingFace(dir string) error {
 		return err
 	}
 	for _, file := range files {
-		data, err := m.mapFile(filepath.Join(dir, file))
+		data, err := m.weights(dir, file)
 		if err != nil {
 			return err
 		}
@@ -265,11 +271,19 @@ func (m *Model) openHuggingFace(dir string) error {
 	return m.readTokenizer(dir)
 }
 
+// weights are the bytes of a file of weights.
+func (m *Model) weights(dir folder, file string) ([]byte, error) {
+	if dir.path == "" {
+		return fs.ReadFile(dir, file)
+	}
+	return m.mapFile(filepath.Join(dir.path, file))
+}
+
 // weightFiles lists the safetensors files of a folder, as its index names them.
-func weightFiles(dir string) ([]string, error) {
-	data, err := os.ReadFile(filepath.Join(dir, "model.safetensors.index.json"))
-	if errors.Is(err, os.ErrNotExist) {
-		if _, err := os.Stat(filepath.Join(dir, "model.safetensors")); err != nil {
+func weightFiles(dir fs.FS) ([]string, error) {
+	data, err := fs.ReadFile(dir, "model.safetensors.index.json")
+	if errors.Is(err, fs.ErrNotExist) {
+		if _, err := fs.Stat(dir, "model.safetensors"); err != nil {
 			return nil, fmt.Errorf("%w: no model.safetensors and no model.safetensors.index.json", ErrMissingTensor)
 		}
 		return []string{"model.safetensors"}, nil

@@ -5,6 +5,7 @@ package model
 import (
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -64,13 +65,26 @@ func Open(path string) (*Model, error) {
 	case file != "":
 		err = m.openGGUF(file)
 	default:
-		err = m.openHuggingFace(path)
+		m.Name = filepath.Base(path)
+		err = m.openHuggingFace(folder{os.DirFS(path), path})
 	}
+	return m.opened(err)
+}
+
+// OpenFS reads a Hugging Face folder from a file system, such as one that is embedded in the program. The weights are
+// held in memory. name stands for the path and is the model's name.
+func OpenFS(fsys fs.FS, name string) (*Model, error) {
+	m := &Model{Path: name, Name: name, tensors: map[string]tensor{}}
+	return m.opened(m.openHuggingFace(folder{FS: fsys}))
+}
+
+// opened ends the opening of a model: it checks what was read, unless reading failed.
+func (m *Model) opened(err error) (*Model, error) {
 	if err == nil {
 		err = m.check()
 	}
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("model %s: %w", path, err), m.Close())
+		return nil, errors.Join(fmt.Errorf("model %s: %w", m.Path, err), m.Close())
 	}
 	return m, nil
 }

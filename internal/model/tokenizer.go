@@ -3,8 +3,7 @@ package model
 import (
 	"errors"
 	"fmt"
-	"os"
-	"path/filepath"
+	"io/fs"
 
 	"github.com/kvprofile/kvprofile/internal/chat"
 	"github.com/kvprofile/kvprofile/internal/gguf"
@@ -12,16 +11,16 @@ import (
 )
 
 // readTokenizer reads tokenizer.json, tokenizer_config.json and chat_template.jinja of a folder.
-func (m *Model) readTokenizer(dir string) error {
-	main, err := os.ReadFile(filepath.Join(dir, "tokenizer.json"))
-	if errors.Is(err, os.ErrNotExist) {
+func (m *Model) readTokenizer(dir fs.FS) error {
+	main, err := fs.ReadFile(dir, "tokenizer.json")
+	if errors.Is(err, fs.ErrNotExist) {
 		return nil // Tokenizer stays nil: weights alone can still be inspected
 	}
 	if err != nil {
 		return err
 	}
-	config, err := os.ReadFile(filepath.Join(dir, "tokenizer_config.json"))
-	if err != nil && !errors.Is(err, os.ErrNotExist) {
+	config, err := fs.ReadFile(dir, "tokenizer_config.json")
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
 	if m.Tokenizer, err = tokenizer.FromJSON(main, config); err != nil {
@@ -31,10 +30,10 @@ func (m *Model) readTokenizer(dir string) error {
 		m.addEOS(id)
 	}
 	template := m.Tokenizer.ChatTemplate()
-	switch file, err := os.ReadFile(filepath.Join(dir, "chat_template.jinja")); {
+	switch file, err := fs.ReadFile(dir, "chat_template.jinja"); {
 	case err == nil:
 		template = string(file)
-	case !errors.Is(err, os.ErrNotExist):
+	case !errors.Is(err, fs.ErrNotExist):
 		return err
 	}
 	return m.parseChat(template)
