@@ -11,6 +11,7 @@ import (
 
 	"github.com/kvprofile/kvprofile/internal/dtype"
 	"github.com/kvprofile/kvprofile/internal/engine"
+	"github.com/kvprofile/kvprofile/internal/engine/enginetest"
 )
 
 // Benchmarks run on two threads, and report GFLOP/s beside the share of the peak that a loop of independent FMAs
@@ -52,8 +53,8 @@ func BenchmarkGEMM(b *testing.B) {
 				}
 				b.Run(fmt.Sprintf("%s/t%d/%dx%dx%d", k.tier, threads, m, n, d), func(b *testing.B) {
 					be := newBackend(b, Options{Tier: k.tier, Threads: threads})
-					r := seeded(1)
-					x, w, y := random(r, m, d).on(be), random(r, n, d).weight(b, be), be.New(m, n)
+					r := enginetest.Seeded(1)
+					x, w, y := enginetest.Random(r, m, d).On(be), enginetest.Random(r, n, d).Weight(b, be), be.New(m, n)
 					be.MatMul(y, x, w, false)
 					for b.Loop() {
 						be.MatMul(y, x, w, false)
@@ -101,8 +102,8 @@ func BenchmarkAttention(b *testing.B) {
 			{"backward", spec, nil, true}, {"streaming-backward", streaming, nil, true}} {
 			b.Run(k.tier+"/"+c.name, func(b *testing.B) {
 				be := newBackend(b, Options{Tier: k.tier, Threads: benchThreads})
-				r := seeded(2)
-				q, kt, v, dout := random(r, n, 576).on(be), random(r, n, 192).on(be), random(r, n, 192).on(be), random(r, n, 576).on(be)
+				r := enginetest.Seeded(2)
+				q, kt, v, dout := enginetest.Random(r, n, 576).On(be), enginetest.Random(r, n, 192).On(be), enginetest.Random(r, n, 192).On(be), enginetest.Random(r, n, 576).On(be)
 				out, dq, dk, dv := be.New(n, 576), be.New(n, 576), be.New(n, 192), be.New(n, 192)
 				be.Attention(out, q, kt, v, c.spec, c.tap)
 				products := 2.0

@@ -6,6 +6,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/kvprofile/kvprofile/internal/engine/enginetest"
 )
 
 // A register that only AVX-512 has would make an AVX2 kernel crash on the machines that it is for, and nowhere else.
@@ -35,7 +37,7 @@ func TestSplitRowsKernel(t *testing.T) {
 	if !slices.ContainsFunc(tiers(), func(k *kernels) bool { return k.lanes == 16 }) {
 		t.Skip("this processor has no AVX-512")
 	}
-	r := seeded(34)
+	r := enginetest.Seeded(34)
 	for _, count := range []int{1, 2, 18} {
 		for _, rows := range []int{1, 7, 16} {
 			src := floats(r, rows*(count*step+5))

@@ -8,6 +8,8 @@ import (
 	"slices"
 	"testing"
 	"time"
+
+	"github.com/kvprofile/kvprofile/internal/engine/enginetest"
 )
 
 func floats(r *rand.Rand, n int) []float32 {
@@ -45,7 +47,7 @@ func assembly(t *testing.T, f func(t *testing.T, k *kernels)) {
 
 func TestMatrixKernels(t *testing.T) {
 	assembly(t, func(t *testing.T, k *kernels) {
-		r := seeded(21)
+		r := enginetest.Seeded(21)
 		for rows := 1; rows <= 2*k.block+3; rows++ {
 			for _, depth := range []int{1, 2, 3, 4, 5, 8, 13, 64, 129} {
 				lda, ldb, ldc := max(rows, depth)+3, k.cols+5, k.cols+7
@@ -73,7 +75,7 @@ func TestMatrixKernels(t *testing.T) {
 // The value of an element must not depend on the rows that are computed with it.
 func TestRowsDoNotMix(t *testing.T) {
 	assembly(t, func(t *testing.T, k *kernels) {
-		r := seeded(22)
+		r := enginetest.Seeded(22)
 		const depth = 77
 		rows := k.block + 9
 		a, b := floats(r, rows*depth), floats(r, depth*k.cols)
@@ -91,7 +93,7 @@ func TestRowsDoNotMix(t *testing.T) {
 
 func TestVectorKernels(t *testing.T) {
 	assembly(t, func(t *testing.T, k *kernels) {
-		r := seeded(23)
+		r := enginetest.Seeded(23)
 		twin := goKernels()
 		for n := 1; n <= 150; n++ {
 			x, y, w, u := floats(r, n), floats(r, n), floats(r, n), floats(r, n)
@@ -147,7 +149,7 @@ func TestVectorKernels(t *testing.T) {
 
 func TestStripKernels(t *testing.T) {
 	assembly(t, func(t *testing.T, k *kernels) {
-		r := seeded(24)
+		r := enginetest.Seeded(24)
 		for _, vectors := range []int{1, 2, 3, 7, 8, 9, 20} {
 			n := vectors * k.lanes
 			for _, rows := range []int{1, 2, 13, 28} {
@@ -184,8 +186,8 @@ func TestStripKernels(t *testing.T) {
 					kk.moments(p, float32(c), 1/float64(c), mean[i], m2[i])
 				}
 			}
-			within(t, "mean", mean[0], mean[1], 1e-14)
-			within(t, "squared deviations", m2[0], m2[1], 1e-14)
+			enginetest.Within(t, "mean", mean[0], mean[1], 1e-14)
+			enginetest.Within(t, "squared deviations", m2[0], m2[1], 1e-14)
 		}
 	})
 }
@@ -258,8 +260,8 @@ func TestHolders(t *testing.T) {
 func TestNoGoroutineStays(t *testing.T) {
 	before := runtime.NumGoroutine()
 	b := newBackend(t, Options{Threads: 8})
-	r := seeded(25)
-	x, w, y := random(r, 500, 64).on(b), random(r, 300, 64).weight(t, b), b.New(500, 300)
+	r := enginetest.Seeded(25)
+	x, w, y := enginetest.Random(r, 500, 64).On(b), enginetest.Random(r, 300, 64).Weight(t, b), b.New(500, 300)
 	for range 20 {
 		b.MatMul(y, x, w, false)
 	}

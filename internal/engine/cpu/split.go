@@ -36,9 +36,7 @@ func bfloat(x float32) (half uint16, rest float32) {
 
 func fromBfloat(h uint16) float32 { return math.Float32frombits(uint32(h) << 16) }
 
-// goSplit are the twins.
-func goSplit() *splitKernels { return &splitKernels{panel: splitPanelGo, rows: splitRowsGo} }
-
+// splitPanelGo and splitRowsGo are the twins of the kernels, in plain Go.
 func splitPanelGo(parts, steps, strips int, a, b []uint16, c []float32, ldc int, acc bool) {
 	// Part by part of A and B, the small products first.
 	order := [][2]int{{2, 0}, {1, 0}, {0, 0}}

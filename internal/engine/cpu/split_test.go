@@ -8,29 +8,33 @@ import (
 
 	"github.com/kvprofile/kvprofile/internal/dtype"
 	"github.com/kvprofile/kvprofile/internal/engine"
+	"github.com/kvprofile/kvprofile/internal/engine/enginetest"
 )
+
+// goSplit are the twins of the matrix unit's kernels, in plain Go.
+func goSplit() *splitKernels { return &splitKernels{panel: splitPanelGo, rows: splitRowsGo} }
 
 // Weights that are stored in bfloat16 take the path of one part.
 func TestMatMulBF16(t *testing.T) {
 	bs := backends(t, 2)
 	bs = append(bs, twinOfMatrixUnit(t, 2, -1))
-	r := seeded(31)
+	r := enginetest.Seeded(31)
 	for _, s := range [][3]int{{1, 33, 31}, {5, 32, 64}, {33, 65, 70}, {64, 40, 97}, {20, 30, 600}} {
 		m := engine.Matrix{Name: "w", Rows: s[1], Cols: s[2], DType: dtype.BF16}
 		for range s[1] * s[2] {
 			h, _ := bfloat(float32(r.NormFloat64()))
 			m.Data = binary.LittleEndian.AppendUint16(m.Data, h)
 		}
-		x, dy := random(r, s[0], s[2]), random(r, s[0], s[1])
+		x, dy := enginetest.Random(r, s[0], s[2]), enginetest.Random(r, s[0], s[1])
 		for _, b := range bs {
-			compare(t, fmt.Sprintf("bf16 product %v", s), b, 1e-6, func(b engine.Backend) []engine.Tensor {
+			enginetest.Compare(t, fmt.Sprintf("bf16 product %v", s), b, 1e-6, func(b engine.Backend) []engine.Tensor {
 				w, err := b.Load(m)
 				if err != nil {
 					t.Fatal(err)
 				}
-				y, dx := dy.on(b), x.on(b)
-				b.MatMul(y, x.on(b), w, true)
-				b.MatMulBackward(dx, dy.on(b), w, false)
+				y, dx := dy.On(b), x.On(b)
+				b.MatMul(y, x.On(b), w, true)
+				b.MatMulBackward(dx, dy.On(b), w, false)
 				return []engine.Tensor{y, dx}
 			})
 		}
@@ -39,7 +43,7 @@ func TestMatMulBF16(t *testing.T) {
 
 // The three parts of a float32 must hold all of it.
 func TestSplitIsExact(t *testing.T) {
-	for _, v := range floats(seeded(32), 1000) {
+	for _, v := range floats(enginetest.Seeded(32), 1000) {
 		h, rest := bfloat(v)
 		m, rest := bfloat(rest)
 		l, rest := bfloat(rest)
@@ -72,7 +76,7 @@ func TestAMX(t *testing.T) {
 	if i < 0 {
 		t.Skip("this processor has no AMX, or the system refuses it")
 	}
-	k, twin, r := tiers()[i].split, goSplit(), seeded(33)
+	k, twin, r := tiers()[i].split, goSplit(), enginetest.Seeded(33)
 	for _, parts := range []int{1, 3} {
 		for _, strips := range []int{1, 2, 8} {
 			for _, count := range []int{1, 2, 18} {

@@ -6,6 +6,8 @@ import (
 	"errors"
 	"slices"
 	"testing"
+
+	"github.com/kvprofile/kvprofile/internal/engine/enginetest"
 )
 
 // Whatever is taken and given back in whatever order, pieces never overlap, the counts are right, neighbours merge, and nothing is lost.
@@ -33,7 +35,7 @@ func TestArena(t *testing.T) {
 			used -= n
 			return nil
 		}}
-		r := seeded(uint64(grain))
+		r := enginetest.Seeded(uint64(grain))
 		type piece struct {
 			at   pointer
 			size int64

@@ -13,6 +13,7 @@ import (
 	"github.com/kvprofile/kvprofile/internal/engine"
 	"github.com/kvprofile/kvprofile/internal/engine/cuda/fakecuda"
 	"github.com/kvprofile/kvprofile/internal/engine/cuda/kernels"
+	"github.com/kvprofile/kvprofile/internal/engine/enginetest"
 )
 
 // results are the values that operations come to.
@@ -23,7 +24,7 @@ type results struct {
 
 func (r *results) keep(ts ...engine.Tensor) {
 	for _, x := range ts {
-		r.all = append(r.all, download(r.b, x)...)
+		r.all = append(r.all, enginetest.Download(r.b, x)...)
 	}
 }
 
@@ -52,13 +53,13 @@ func run(t testing.TB, b *Backend, operations ...func(t testing.TB, b *Backend, 
 // fusedKernels runs what the fused kernels do where products are in bfloat16, with enough keys for several steps.
 func fusedKernels(t testing.TB, b *Backend, r *results) {
 	for _, d := range []int{64, 128} {
-		wide := attentionCase{200, engine.AttentionSpec{Heads: 1, KVHeads: 1, HeadDim: d}}
-		fq, fk, fv, _ := wide.inputs(wide.n)
-		fo := b.New(wide.n, d)
-		b.Attention(fo, fq.on(b), fk.on(b), fv.on(b), wide.spec, nil)
+		wide := enginetest.Attention(200, 1, 1, d)
+		fq, fk, fv, _ := wide.Inputs()
+		fo := b.New(wide.N, d)
+		b.Attention(fo, fq.On(b), fk.On(b), fv.On(b), wide.Spec, nil)
 		r.keep(fo)
 		tap := engine.Tap{Prompt: 195, Far: []int{9}, Recent: []int{30}, Map: 3}
-		b.Attention(fo, fq.on(b), fk.on(b), fv.on(b), wide.spec, &tap)
+		b.Attention(fo, fq.On(b), fk.On(b), fv.On(b), wide.Spec, &tap)
 		r.keep(fo)
 		r.lists(tap.Heads[0].Total, tap.Heads[0].Far[0], tap.Heads[0].Map)
 		r.all = append(r.all, tap.Heads[0].Entropy, tap.Heads[0].Recent[0])
@@ -72,11 +73,11 @@ func fusedKernels(t testing.TB, b *Backend, r *results) {
 // plainKernels runs operations that between them launch every other kernel, with blocks of several warps.
 func plainKernels(t testing.TB, b *Backend, kept *results) {
 	keep := kept.keep
-	r := seeded(11)
+	r := enginetest.Seeded(11)
 	const n, heads, d = 9, 2, 80
 	const w = heads * d
-	x, y, gain := random(r, n, w), random(r, n, w), random(r, 1, w).weight(t, b)
-	tx, ty, out, back := x.on(b), y.on(b), b.New(n, w), b.New(n, w)
+	x, y, gain := enginetest.Random(r, n, w), enginetest.Random(r, n, w), enginetest.Random(r, 1, w).Weight(t, b)
+	tx, ty, out, back := x.On(b), y.On(b), b.New(n, w), b.New(n, w)
 	b.RMSNorm(out, tx, gain, 1e-5)
 	b.RMSNormBackward(back, ty, tx, gain, 1e-5)
 	b.AddBias(back, gain)
@@ -86,7 +87,7 @@ func plainKernels(t testing.TB, b *Backend, kept *results) {
 	b.GatedMerge(out, tx, ty, gates, d)
 	keep(out)
 	kept.all = append(kept.all, b.GatedMergeBackward(out, back, tx, ty, gates, d)...)
-	m := random(r, 10, w).weight(t, b)
+	m := enginetest.Random(r, 10, w).Weight(t, b)
 	b.Embed(back, m, []int32{3, 1, 4, 1, 5, 9, 2, 6, 5})
 	b.SwiGLU(b.New(n, d), back)
 	b.SwiGLUBackward(out, b.New(n, d), back)
@@ -95,41 +96,36 @@ func plainKernels(t testing.TB, b *Backend, kept *results) {
 	b.Split(q, k, v, tx)
 	b.SplitBackward(out, q, k, v)
 	table := &engine.Rotary{HeadDim: d}
-	table.Cos, table.Sin = narrow(normal(r, n*d/2, 1)), narrow(normal(r, n*d/2, 1))
+	table.Cos, table.Sin = narrow(enginetest.Normal(r, n*d/2, 1)), narrow(enginetest.Normal(r, n*d/2, 1))
 	b.RoPE(out, table, 0, false)
 	keep(out)
 
-	spec := engine.AttentionSpec{Heads: 2, KVHeads: 1, HeadDim: 16}
-	c := attentionCase{70, spec}
-	mq, mk, mv, md := c.inputs(c.n)
+	c := enginetest.Attention(70, 2, 1, 16)
+	mq, mk, mv, md := c.Inputs()
 	tap := engine.Tap{Prompt: 60, Far: []int{4}, Windows: []int{8}, VarianceWindow: 9, Recent: []int{4, 12}, Answer: []int{61, 63}, KeysEvery: 20,
 		Masses: []float64{.5}, Map: 1}
-	ao, dq, dk, dv := b.New(c.n, mq.cols), b.New(c.n, mq.cols), b.New(c.n, mk.cols), b.New(c.n, mk.cols)
-	tq, tk, tv, td := mq.on(b), mk.on(b), mv.on(b), md.on(b)
-	b.Attention(ao, tq, tk, tv, spec, &tap)
+	ao, dq, dk, dv := b.New(c.N, mq.Cols), b.New(c.N, mq.Cols), b.New(c.N, mk.Cols), b.New(c.N, mk.Cols)
+	tq, tk, tv, td := mq.On(b), mk.On(b), mv.On(b), md.On(b)
+	b.Attention(ao, tq, tk, tv, c.Spec, &tap)
 	keep(ao)
 	for _, h := range tap.Heads {
 		kept.lists(h.Total, h.Far[0], h.Window[0], h.Answer, h.Map)
 		kept.all = append(append(append(kept.all, h.Recent...), h.Keys...), h.Entropy, h.Variance, float64(h.Top[0]))
 	}
-	spec.Masks = []engine.Mask{{Sink: 3, Recent: 40}}
-	b.Attention(ao, tq, tk, tv, spec, nil)
-	b.AttentionBackward(dq, dk, dv, td, tq, tk, tv, ao, spec)
+	c = c.Under(0, engine.Mask{Sink: 3, Recent: 40})
+	b.Attention(ao, tq, tk, tv, c.Spec, nil)
+	b.AttentionBackward(dq, dk, dv, td, tq, tk, tv, ao, c.Spec)
 	keep(ao, dq, dk, dv)
-	paged := pagedCase{heads: 4, kvHeads: 2, d: 64, block: 4, rows: 2, rotate: true}
-	keep(paged.attend(b, 1)...)
-	pages := &engine.Pages{Keys: b.New(20, 24), Values: b.New(20, 24), Block: 4}
-	kv := random(r, 31, 3*24).on(b)
-	b.StorePages(pages, []int32{3, 0, 4}, []int32{4, -1, 0, 29, 7, -1, 8, 30, 11}, kv, kv, 1)
-	b.MovePages(pages, []int{0, 1, 12, 13}, []int{1, 0, 2, 12})
-	keep(pages.Keys)
+	paged := enginetest.PagedCase{Heads: 4, KVHeads: 2, HeadDim: 64, Block: 4, Rows: 2, Longest: longestCache, Rotate: true}
+	keep(paged.Attend(b, 1)...)
+	keep(enginetest.StoreAndMovePages(b)...)
 }
 
 // mapColumns runs the kernel of column sums alone, where map rows may have any width of 64 or more, with all lse 3: the sums of one head, and
 // the map's cells, [row, column].
 func mapColumns(b *Backend, d, n, mapWidth int) (columns, cells []float64) {
 	q, k := mapOperands(d, n)
-	tq, tk := q.on(b), k.on(b)
+	tq, tk := q.On(b), k.On(b)
 	blocks, rows := (n+flashRows-1)/flashRows, (n+mapWidth-1)/mapWidth
 	cells = make([]float64, rows*rows)
 	b.op(func(tmp *temporaries) error {
@@ -171,12 +167,12 @@ func mapColumns(b *Backend, d, n, mapWidth int) (columns, cells []float64) {
 }
 
 // mapOperands are queries and keys of small integers, exact in bfloat16.
-func mapOperands(d, n int) (q, k matrix) {
-	r := seeded(12)
-	for _, m := range []*matrix{&q, &k} {
-		*m = matrix{n, d, make([]float64, n*d)}
-		for i := range m.v {
-			m.v[i] = float64(r.IntN(5) - 2)
+func mapOperands(d, n int) (q, k enginetest.Matrix) {
+	r := enginetest.Seeded(12)
+	for _, m := range []*enginetest.Matrix{&q, &k} {
+		*m = enginetest.Matrix{Rows: n, Cols: d, V: make([]float64, n*d)}
+		for i := range m.V {
+			m.V[i] = float64(r.IntN(5) - 2)
 		}
 	}
 	return q, k
@@ -195,15 +191,15 @@ func TestMapColumns(t *testing.T) {
 			for j := range i + 1 {
 				var s float64
 				for x := range d {
-					s += q.v[i*d+x] * k.v[j*d+x]
+					s += q.V[i*d+x] * k.V[j*d+x]
 				}
 				p := math.Exp2(s*float64(scoreScale(d)) - 3)
 				wantColumns[j] += p
 				wantCells[i/width*rows+j/width] += p
 			}
 		}
-		within(t, fmt.Sprint("columns of ", c), columns, wantColumns, 1e-5)
-		within(t, fmt.Sprint("cells of ", c), cells, wantCells, 1e-5)
+		enginetest.Within(t, fmt.Sprint("columns of ", c), columns, wantColumns, 1e-5)
+		enginetest.Within(t, fmt.Sprint("cells of ", c), cells, wantCells, 1e-5)
 	}
 }
 
@@ -316,10 +312,10 @@ func TestWaitsAreNeeded(t *testing.T) {
 		}
 		defer b.Close()
 		x := b.New(10, 1000)
-		b.Upload(x, normal(seeded(1), 10000, 1)) // more than the staging memory
-		return download(b, x)
+		b.Upload(x, enginetest.Normal(enginetest.Seeded(1), 10000, 1)) // more than the staging memory
+		return enginetest.Download(b, x)
 	}
-	want := normal(seeded(1), 10000, 1)
+	want := enginetest.Normal(enginetest.Seeded(1), 10000, 1)
 	if got := run(""); !slices.Equal(got, want) {
 		t.Fatal("values do not come back")
 	}

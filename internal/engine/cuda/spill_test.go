@@ -89,7 +89,7 @@ func TestSpill(t *testing.T) {
 					t.Fatal(err)
 				}
 				if !slices.Equal(got, want) {
-					t.Errorf("results depend on where tensors are: they differ by %g", distance(got, want))
+					t.Errorf("results depend on where tensors are: they differ by %g", enginetest.Distance(got, want))
 				}
 				inUse, most, moved := b.Spilled()
 				if inUse != 0 || most == 0 || moved < most {

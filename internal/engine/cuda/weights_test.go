@@ -28,10 +28,7 @@ func TestStreamedWeights(t *testing.T) {
 	cfg.Layers = 7
 	n := parameters(cfg)
 	run := func(t *testing.T, b *Backend) (all []float64) {
-		m, err := engine.New(cfg, enginetest.Weights{Config: cfg, Seed: 4}, b)
-		if err != nil {
-			t.Fatal(err)
-		}
+		m := enginetest.NewModel(t, cfg, 4, b)
 		defer m.Close()
 		tokens := enginetest.Tokens(cfg, 20, 1)
 		for range 2 {
@@ -75,7 +72,7 @@ func TestStreamedWeights(t *testing.T) {
 			t.Run(fmt.Sprintf("1 of %d, segments of %d", share, segment), func(t *testing.T) {
 				b, _ := simulated(t, fakecuda.Options{}, Options{Precision: "bf16", Staging: 4096, Segment: segment, Parameters: n, Weights: 2 * n / share})
 				if got := run(t, b); !slices.Equal(got, want) {
-					t.Errorf("results depend on where weights are: they differ by %g", distance(got, want))
+					t.Errorf("results depend on where weights are: they differ by %g", enginetest.Distance(got, want))
 				}
 			})
 		}
@@ -86,10 +83,7 @@ func TestStreamedWeights(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer b.Close()
-	m, err := engine.New(cfg, enginetest.Weights{Config: cfg, Seed: 4}, b)
-	if err != nil {
-		t.Fatal(err)
-	}
+	m := enginetest.NewModel(t, cfg, 4, b)
 	if b.Streamed() == 0 {
 		t.Error("nothing is streamed")
 	}
@@ -104,10 +98,7 @@ func TestStreamedOncePerPass(t *testing.T) {
 	cfg.Layers = 10
 	n := parameters(cfg)
 	b, fake := simulated(t, fakecuda.Options{}, Options{Precision: "bf16", Staging: 4096, Parameters: n, Weights: n}) // half of it
-	m, err := engine.New(cfg, enginetest.Weights{Config: cfg, Seed: 4}, b)
-	if err != nil {
-		t.Fatal(err)
-	}
+	m := enginetest.NewModel(t, cfg, 4, b)
 	defer m.Close()
 	pass := func(sequences int) int64 {
 		var batch []*engine.Sequence
@@ -136,13 +127,13 @@ func TestStreamedOncePerPass(t *testing.T) {
 
 // Large weights are expanded by several goroutines, in pieces that end anywhere.
 func TestExpand(t *testing.T) {
-	r := seeded(3)
+	r := enginetest.Seeded(3)
 	const cols = 96
 	var parts []engine.Matrix
 	var values []float64
 	for _, rows := range []int{1500, 1, 2300} {
-		m := random(r, rows, cols)
-		parts, values = append(parts, m.stored()), append(values, m.v...)
+		m := enginetest.Random(r, rows, cols)
+		parts, values = append(parts, m.Stored()), append(values, m.V...)
 	}
 	for _, kind := range []number{f32, bf16} {
 		fill := expand(parts, kind)

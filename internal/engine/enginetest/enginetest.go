@@ -1,4 +1,5 @@
-// Package enginetest makes small random models for tests.
+// Package enginetest has what the tests of several backends share: small random models, problems for every operation, and the
+// comparison with the float64 oracle. What a backend allows itself, and the sizes at which it changes its ways, its own tests say.
 package enginetest
 
 import (
@@ -16,6 +17,16 @@ import (
 func Tiny() engine.Config {
 	return engine.Config{Architecture: "llama", Layers: 3, Heads: 4, KVHeads: 2, HeadDim: 8, Hidden: 24, Intermediate: 40,
 		Vocab: 50, MaxPosition: 512, NormEps: 1e-5, RoPE: engine.RoPE{Theta: 10000}}
+}
+
+// Variants are one configuration for each thing an architecture may have.
+func Variants() map[string]engine.Config {
+	llama, mistral, qwen2, qwen3 := Tiny(), Tiny(), Tiny(), Tiny()
+	llama.TiedEmbeddings = true
+	mistral.SlidingWindow = []int{5, 0, 12} // narrower and wider than the recent tokens of a streaming mask
+	qwen2.QKVBias = true
+	qwen3.QKNorm, qwen3.HeadDim = true, 10
+	return map[string]engine.Config{"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
 }
 
 // Weights are the weights of a configuration, drawn from a seed and the tensor's name.
