@@ -14,23 +14,9 @@ import (
 	"github.com/kvprofile/kvprofile/internal/engine/ref"
 )
 
-// variants are one configuration for each thing an architecture may have.
-func variants() map[string]engine.Config {
-	llama, mistral, qwen2, qwen3 := enginetest.Tiny(), enginetest.Tiny(), enginetest.Tiny(), enginetest.Tiny()
-	llama.TiedEmbeddings = true
-	mistral.SlidingWindow = []int{5, 0, 7}
-	qwen2.QKVBias = true
-	qwen3.QKNorm, qwen3.HeadDim = true, 10
-	return map[string]engine.Config{"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3}
-}
-
 func newModel(t *testing.T, c engine.Config) *engine.Model {
 	t.Helper()
-	m, err := engine.New(c, enginetest.Weights{Config: c, Seed: 3}, ref.New[float64]())
-	if err != nil {
-		t.Fatal(err)
-	}
-	return m
+	return enginetest.NewModel(t, c, 3, ref.New[float64]())
 }
 
 func logits(t *testing.T, m *engine.Model, s *engine.Sequence) [][]float64 {
@@ -41,7 +27,8 @@ func logits(t *testing.T, m *engine.Model, s *engine.Sequence) [][]float64 {
 	return s.Logits
 }
 
-func distance(a, b []float64) (d float64) {
+// farthest is the largest difference of two values.
+func farthest(a, b []float64) (d float64) {
 	for i := range a {
 		d = max(d, math.Abs(a[i]-b[i]))
 	}
@@ -49,7 +36,7 @@ func distance(a, b []float64) (d float64) {
 }
 
 func TestCacheGivesTheSameLogits(t *testing.T) {
-	for name, c := range variants() {
+	for name, c := range enginetest.Variants() {
 		t.Run(name, func(t *testing.T) {
 			m := newModel(t, c)
 			tokens := enginetest.Tokens(c, 17, 1)
@@ -65,7 +52,7 @@ func TestCacheGivesTheSameLogits(t *testing.T) {
 				got = append(got, logits(t, m, &engine.Sequence{Tokens: tokens[i : i+1], Cache: cache, LogitRows: []int{0}})...)
 			}
 			for i := range want {
-				if d := distance(got[i], want[i]); d > 1e-12 {
+				if d := farthest(got[i], want[i]); d > 1e-12 {
 					t.Fatalf("logits at token %d differ by %g", i, d)
 				}
 			}
@@ -86,7 +73,7 @@ func TestBatchIsEachSequenceAlone(t *testing.T) {
 	for _, s := range []*engine.Sequence{a, b} {
 		alone := logits(t, m, &engine.Sequence{Tokens: s.Tokens, LogitRows: s.LogitRows})
 		for i := range alone {
-			if distance(alone[i], s.Logits[i]) != 0 {
+			if farthest(alone[i], s.Logits[i]) != 0 {
 				t.Fatal("a sequence's logits depend on its batch")
 			}
 		}
@@ -104,17 +91,17 @@ func TestMasksHide(t *testing.T) {
 	rows := []int{4, 5, 11}
 	full := logits(t, m, &engine.Sequence{Tokens: tokens, LogitRows: rows})
 	masked := logits(t, m, &engine.Sequence{Tokens: tokens, LogitRows: rows, Masks: masks})
-	if d := distance(full[0], masked[0]); d != 0 {
+	if d := farthest(full[0], masked[0]); d != 0 {
 		t.Errorf("row 4 sees keys 0..4 either way, yet its logits moved by %g", d)
 	}
-	if distance(full[1], masked[1]) == 0 || distance(full[2], masked[2]) == 0 {
+	if farthest(full[1], masked[1]) == 0 || farthest(full[2], masked[2]) == 0 {
 		t.Error("rows 5 and 11 lost keys, yet their logits did not move")
 	}
 }
 
 // The gates' gradient through the whole model equals central differences of the loss, with and without a stash.
 func TestGateGradient(t *testing.T) {
-	for name, c := range variants() {
+	for name, c := range enginetest.Variants() {
 		t.Run(name, func(t *testing.T) {
 			ctx := context.Background()
 			m := newModel(t, c)
