@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"slices"
 
 	"github.com/kvprofile/kvprofile/internal/run"
@@ -18,16 +17,7 @@ func (r *Result) Save(path string) error { return run.WriteJSON(path, r) }
 
 // Load reads a fastgen.json. Unknown members, versions and policies are errors.
 func Load(path string) (*Result, error) {
-	f, err := os.Open(path)
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	r, err := decode(f)
-	if err != nil {
-		return nil, &FormatError{Path: path, Reason: "cannot be read as fastgen policies", Err: err}
-	}
-	return r, nil
+	return run.LoadJSON(path, "cannot be read as fastgen policies", decode)
 }
 
 func decode(from io.Reader) (*Result, error) {

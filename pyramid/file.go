@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"slices"
 
 	"github.com/kvprofile/kvprofile/internal/run"
@@ -80,16 +79,7 @@ func (a *Artefact) Save(path string) error { return run.WriteJSON(path, a) }
 
 // Load reads a pyramid.json. Unknown members and versions are errors, and budgets that are not those of the request.
 func Load(path string) (*Artefact, error) {
-	f, err := os.Open(path)
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	a, err := decode(f)
-	if err != nil {
-		return nil, &FormatError{Path: path, Reason: "cannot be read as layer budgets", Err: err}
-	}
-	return a, nil
+	return run.LoadJSON(path, "cannot be read as layer budgets", decode)
 }
 
 func decode(from io.Reader) (*Artefact, error) {

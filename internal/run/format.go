@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"os"
 )
 
 // FormatError says that a file is no artefact of the kind that was wanted.
@@ -42,4 +43,18 @@ func ReadJSON(from io.Reader, format string, version int, into any) error {
 	d := json.NewDecoder(bytes.NewReader(text))
 	d.DisallowUnknownFields()
 	return d.Decode(into)
+}
+
+// LoadJSON decodes the file of an artefact. What decode refuses is a *FormatError with the reason.
+func LoadJSON[T any](path, reason string, decode func(io.Reader) (*T, error)) (*T, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	v, err := decode(f)
+	if err != nil {
+		return nil, &FormatError{Path: path, Reason: reason, Err: err}
+	}
+	return v, nil
 }
