@@ -68,9 +68,6 @@ func (m *Model) NewCache(size int) *Cache {
 	return c
 }
 
-// Len is the number of tokens in the cache.
-func (c *Cache) Len() int { return c.length }
-
 // Truncate forgets all tokens but the first n.
 func (c *Cache) Truncate(n int) { c.length = min(c.length, n) }
 

@@ -34,11 +34,9 @@ type Manifest struct {
 	Tool    Tool   `json:"tool"`
 	// Arguments is the command line of the last start.
 	Arguments []string `json:"arguments"`
-	// Settings are the values that all stages share, by flag name.
-	Settings map[string]any `json:"settings,omitempty"`
-	Model    Model          `json:"model"`
-	Seed     uint64         `json:"seed"`
-	Device   string         `json:"device"`
+	Model     Model    `json:"model"`
+	Seed      uint64   `json:"seed"`
+	Device    string   `json:"device"`
 	// Tier and Precision name the kernels: bytes are promised within one of them, so a resumed run keeps both.
 	Tier      string    `json:"tier"`
 	Precision string    `json:"precision"`

@@ -20,10 +20,7 @@ type Module struct {
 }
 
 // Param is one parameter: its place in the packed buffer.
-type Param struct {
-	Off, Size int
-	Type      string
-}
+type Param struct{ Off, Size int }
 
 // Kernel is one entry point, compiled to closures.
 type Kernel struct {
@@ -145,7 +142,7 @@ func Parse(src string) (m *Module, err error) {
 					return nil, fmt.Errorf("line %d: parameter of type %s", ln+1, p[1])
 				}
 				off := (b.k.ParamBytes + sz - 1) / sz * sz
-				b.k.Params = append(b.k.Params, Param{off, sz, p[1]})
+				b.k.Params = append(b.k.Params, Param{off, sz})
 				b.params[p[2]] = off
 				b.k.ParamBytes = off + sz
 			}
