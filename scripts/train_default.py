@@ -58,6 +58,10 @@ END = "<|endoftext|>"
 
 # (length in tokens, samples a step, steps)
 CURRICULUM = [(128, 64, 700), (256, 32, 600), (512, 16, 900), (1024, 8, 1600)]
+# Afterwards prompts say how they want to be answered, and are: until then each form of answer follows each form of question,
+# and the model cannot know which one it is.
+FINISH = (1024, 8, 300)
+SAVE_EVERY = 200  # steps between checkpoints
 RATE = 0.01  # of Muon for matrices; Adam has 0.3 of it for the embedding and the norms
 
 # What a streaming cache of the default model keeps, and what attention on the rest costs, in nats, from which step on.
@@ -170,7 +174,7 @@ class Tasks:
                 out.append(w)
         return out
 
-    def passkeys(self, r, length):
+    def passkeys(self, r, length, finish):
         n, words = r.randint(1, max(1, min(8, length // 60))), r.randint(1, max(2, min(16, length // 40)))
         pool = self.distinct(r, r.randint(max(2, words // 2), 26), self.word)
         keys = [" ".join(r.choice(pool) for _ in range(words)) for _ in range(n)]
@@ -182,7 +186,7 @@ class Tasks:
             "asked": [(f"What is the {ORDINALS[i]} passkey?", "", k) for i, k in enumerate(keys)],
         }
 
-    def magic(self, r, length):
+    def magic(self, r, length, finish):
         noun = "number" if r.random() < 0.7 else "word"
         draw = self.number if noun == "number" else self.word
         n = r.choice((1, r.randint(1, max(1, min(10, length // 50)))))
@@ -193,6 +197,8 @@ class Tasks:
             "needles": [f"The special magic {noun} for {c} is: {v}." for c, v in zip(cities, values)],
         }
         kind = r.random()
+        if finish and n > 1 and kind < 0.35:
+            q["outro"] = ""
         if n > 1 and kind < 0.2:  # multi-value
             q["needles"] = [f"One of the special magic {noun}s for {cities[0]} is: {v}." for v in values]
             q["ordered"] = True
@@ -203,19 +209,20 @@ class Tasks:
             q["asked"] = [(f"What are the special magic {noun}s for {names} mentioned in the text?", f"The special magic {noun}s for {names} mentioned in the text are: ", ", ".join(values[i] for i in order))]
         else:
             order = r.sample(range(n), n)
-            q["asked"] = [(f"What is the special magic {noun} for {cities[i]} mentioned in the text?", "" if r.random() < 0.5 else f"The special magic {noun} for {cities[i]} mentioned in the text is: ", values[i]) for i in order]
+            bare = [bool(q["outro"]) if finish else r.random() < 0.5 for _ in order]
+            q["asked"] = [(f"What is the special magic {noun} for {cities[i]} mentioned in the text?", "" if b else f"The special magic {noun} for {cities[i]} mentioned in the text is: ", values[i]) for i, b in zip(order, bare)]
         return q
 
-    def copies(self, r, length):
+    def copies(self, r, length, finish):
         """No question: lines of words, said twice."""
         pool = self.distinct(r, r.randint(8, 40), self.word if r.random() < 0.7 else self.number)
         lines = [" ".join(r.choice(pool) for _ in range(r.randint(4, 12))) for _ in range(r.randint(1, max(1, length // 60)))]
         return {"intro": "", "outro": "", "needles": [f"Note: {s}." for s in lines], "asked": [("", "Note: " + s.split(" ")[0] + " ", s.split(" ", 1)[1]) for s in r.sample(lines, len(lines))]}
 
-    def sample(self, r, length):
+    def sample(self, r, length, finish):
         """One sample of at most length tokens: ids and which of them are asked for."""
         while True:
-            q = r.choices((self.passkeys, self.magic, self.copies), (45, 45, 10))[0](r, length)
+            q = r.choices((self.passkeys, self.magic, self.copies), (45, 45, 10))[0](r, length, finish)
             brief = r.random() < (0.8 if length <= 256 else 0.2)
             parts = []
             for i, (question, begin, answer) in enumerate(q["asked"]):
@@ -255,7 +262,8 @@ class Tasks:
         spans = []
         for head, answer in parts:
             text += head
-            spans.append((len(text), len(text) + len(answer)))
+            # At the end how an answer begins is asked for too: the space before it, not the words of a sentence.
+            spans.append((len(text) - int(finish and text.endswith(" ")), len(text) + len(answer)))
             text += answer
         e = self.tokenizer.encode(text)
         ids, asked = [0] + e.ids, [False]
@@ -267,11 +275,11 @@ class Tasks:
         ids, asked = ids[:length], asked[:length]
         return ids, asked
 
-    def batch(self, r, count, length):
+    def batch(self, r, count, length, finish=False):
         ids = torch.zeros(count, length, dtype=torch.long)
         kind = torch.zeros(count, length)  # 0 nothing, 1 text, 2 asked
         for i in range(count):
-            s, asked = self.sample(r, length)
+            s, asked = self.sample(r, length, finish)
             ids[i, : len(s)] = torch.tensor(s)
             kind[i, : len(s)] = 1 + torch.tensor(asked, dtype=torch.float)
             if len(s) < length:
@@ -414,7 +422,7 @@ def main():
     ap.add_argument("--every", type=int, default=100, help="steps between lines of the log")
     a = ap.parse_args()
     torch.set_num_threads(a.threads)
-    out = a.out
+    out = a.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     log = open(out / "training.log", "a")
 
@@ -434,7 +442,11 @@ def main():
     tasks = Tasks(text, tokenizer)
     torch.manual_seed(a.seed)
     model = Llama(CONFIG)
-    total = sum(s for _, _, s in CURRICULUM)
+    main_steps = sum(s for _, _, s in CURRICULUM)
+    total = main_steps + FINISH[2]
+    stages, end = [], 0
+    for n, b, s in [*CURRICULUM, FINISH]:
+        stages.append((n, b, end := end + s))
     matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.dim() != 2 or "embed" in n]
     opts = [torch.optim.Muon(matrices, lr=RATE, momentum=0.95, weight_decay=0.01, adjust_lr_fn="original"), torch.optim.AdamW(others, lr=0.3 * RATE, betas=(0.9, 0.98), weight_decay=0.0)]
@@ -451,15 +463,13 @@ def main():
         say(f"torch {torch.__version__}, {sum(p.numel() for p in model.parameters())} parameters, {len(text)} bytes of prose, {len(tasks.sentences)} sentences of {sum(tasks.lengths) / len(tasks.lengths):.1f} tokens, {len(tasks.vocabulary)} words")
     began, seen, sums = time.time(), 0, [0.0, 0.0, 0]
     for step in range(start, total):
-        at, (length, count) = step, (0, 0)
-        for n, b, s in CURRICULUM:
-            length, count = n, b
-            if at < s:
-                break
-            at -= s
-        r = random.Random(f"{a.seed}/{step}")
-        ids, kind = tasks.batch(r, count, length)
-        rate = min(1, (step + 1) / 100) * (1 if step < total * 0.6 else 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - total * 0.6) / (total * 0.4))))
+        finish = step >= main_steps
+        length, count = next((n, b) for n, b, s in stages if step < s)
+        ids, kind = tasks.batch(random.Random(f"{a.seed}/{step}"), count, length, finish)
+        if finish:
+            rate = 0.1 * (total - step) / FINISH[2]
+        else:
+            rate = min(1, (step + 1) / 100) * (1 if step < main_steps * 0.6 else 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * (step - main_steps * 0.6) / (main_steps * 0.4))))
         for o, lr in zip(opts, base):
             o.param_groups[0]["lr"] = lr * rate
         with torch.autocast("cpu", torch.bfloat16):
@@ -484,14 +494,14 @@ def main():
         seen += ids.numel()
         sums = [sums[0] + answers.item(), sums[1] + rest.item(), sums[2] + 1]
         if (step + 1) % a.every == 0 or step + 1 == total:
-            held = [tasks.batch(random.Random(f"held-out/{step}/{i}"), 8, length) for i in range(4)]
+            held = [tasks.batch(random.Random(f"held-out/{step}/{i}"), 8, length, finish) for i in range(4)]
             share, n = exact(model, held, torch.bfloat16)
             line = f"step {step + 1} length {length} answers {sums[0] / sums[2]:.3f} text {sums[1] / sums[2]:.3f} exact {share:.3f} of {n}"
             if reach:
                 line += " reach % " + " ".join("/".join(f"{100 * x:.0f}" for x in row) for row in groups.tolist())
             say(line, f"({seen / (time.time() - began):.0f} tokens/s)")
             sums = [0.0, 0.0, 0]
-        if (step + 1) % 200 == 0 or step + 1 == total:
+        if (step + 1) % SAVE_EVERY == 0 or step + 1 == total:
             torch.save({"model": model.state_dict(), "optimizers": [o.state_dict() for o in opts], "step": step + 1}, out / "checkpoint.tmp")
             os.replace(out / "checkpoint.tmp", state)
     save_file({k: v.to(torch.bfloat16).contiguous() for k, v in model.named().items()}, str(folder / "model.safetensors"), metadata={"format": "pt"})

@@ -77,7 +77,8 @@ func (a *app) root() *cobra.Command {
 		Long: `kvprofile measures which parts of a language model's KV cache a server has to keep,
 and writes a cache plan: for every layer and KV head what to keep, with its exact
 bytes and the evidence for it.`,
-		Example: `  kvprofile run path/to/model            all stages, from a model to a plan
+		Example: `  kvprofile run                          all stages, on the model that is part of this program
+  kvprofile run path/to/model            all stages, from a model to a plan
   kvprofile check out/*/plan.json        validate plans
   kvprofile help run                     about one verb`,
 		Args: func(cmd *cobra.Command, args []string) error {

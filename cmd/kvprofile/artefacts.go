@@ -110,7 +110,12 @@ func recordAt(path string) (record, beside string) {
 // output claims a file for a verb that needs no model: it locks the run folder that it lies in, if it is one, and
 // refuses what is there already unless --force is given. release gives the lock back.
 func (a *app) output(fallback string) (path string, release func(), err error) {
-	if path, err = a.target(fallback); err != nil {
+	return a.claim(fallback, a.shared.force)
+}
+
+// claim is output that may replace what is there, or not.
+func (a *app) claim(fallback string, replace bool) (path string, release func(), err error) {
+	if path, err = a.target(fallback, replace); err != nil {
 		return "", nil, err
 	}
 	release = func() {}

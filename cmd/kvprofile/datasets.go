@@ -202,7 +202,7 @@ func (a *app) buildDataset(f *pflag.FlagSet, modelName string, o *buildFlags) er
 	if err != nil {
 		return err
 	}
-	path, err := a.target(fmt.Sprintf("out/%s.%s.parquet", slug(m.Name), o.task))
+	path, err := a.target(fmt.Sprintf("out/%s.%s.parquet", slug(m.Name), o.task), a.shared.force)
 	if err != nil {
 		return err
 	}

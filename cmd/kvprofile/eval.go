@@ -190,7 +190,11 @@ func (a *app) eval(ctx context.Context, name string, f *evalFlags) error {
 	}
 	defer release()
 	if a.shared.dryRun {
-		return a.dryRun(m, []cost{evalCost(m.Config, sets, len(plans)+len(f.budgets)*len(compile.Methods()))})
+		var lengths []int
+		for _, d := range sets {
+			lengths = append(lengths, lengthsOf(d)...)
+		}
+		return a.dryRun(m, []cost{evalCost(m.Config, lengths, len(plans)+len(f.budgets)*len(compile.Methods()))})
 	}
 	// Plans that are made for a budget are made for a length.
 	var methods map[int][]eval.Contender
@@ -382,18 +386,13 @@ func planTool() plan.Tool {
 	return plan.Tool{Name: t.Name, Version: t.Version, Commit: t.Commit}
 }
 
-// evalCost estimates an evaluation: the prefills, and memory for the caches of all plans.
-func evalCost(cfg engine.Config, sets []*datasets.Dataset, plans int) cost {
-	c := cost{stage: "eval", disk: 1 << 20}
-	for _, n := range targetLengths(sets) {
+// evalCost estimates an evaluation on prompts of these lengths: the prefills, and memory for the caches of all plans.
+func evalCost(cfg engine.Config, lengths []int, plans int) cost {
+	c := cost{stage: "eval", disk: 1 << 20, parallel: len(lengths)}
+	for _, n := range lengths {
 		c.memory = max(c.memory, activationBytes(cfg, n)+2*int64(plans+1)*int64(n)*int64(cfg.Layers)*int64(2*cfg.KVWidth())*4)
-	}
-	for _, d := range sets {
-		c.parallel += len(d.Samples)
-		for i := range d.Samples {
-			m, t := forwardFlops(cfg, len(d.Samples[i].Tokens))
-			c.matmul, c.attention = c.matmul+m, c.attention+t
-		}
+		m, t := forwardFlops(cfg, n)
+		c.matmul, c.attention = c.matmul+m, c.attention+t
 	}
 	return c
 }

@@ -10,6 +10,8 @@ import (
 	"github.com/spf13/pflag"
 	"go.yaml.in/yaml/v3"
 
+	"github.com/kvprofile/kvprofile/internal/defaultmodel"
+	"github.com/kvprofile/kvprofile/internal/run"
 	"github.com/kvprofile/kvprofile/internal/ui"
 )
 
@@ -49,8 +51,8 @@ func (s *sharedFlags) add(f *pflag.FlagSet) {
 }
 
 // configure runs before every verb: it fills the flags that were not given, and sets up the output.
-func (a *app) configure(cmd *cobra.Command, _ []string) error {
-	if err := a.fill(cmd); err != nil {
+func (a *app) configure(cmd *cobra.Command, args []string) error {
+	if err := a.fill(cmd, args); err != nil {
 		return err
 	}
 	a.ui = ui.New(ui.Options{Program: program, Out: a.stdout, Err: a.stderr,
@@ -64,8 +66,9 @@ func (a *app) configure(cmd *cobra.Command, _ []string) error {
 	return a.shared.checkDevice()
 }
 
-// fill sets the flags that the command line left out: from KVPROFILE_* variables, then from the configuration file.
-func (a *app) fill(cmd *cobra.Command) error {
+// fill sets the flags that the command line left out: from KVPROFILE_* variables, then from the configuration file, then
+// from the settings of the default model where the verb is about that.
+func (a *app) fill(cmd *cobra.Command, args []string) error {
 	flags := cmd.Flags()
 	var failed error
 	set := func(f *pflag.Flag, value, source string) {
@@ -82,23 +85,50 @@ func (a *app) fill(cmd *cobra.Command) error {
 			set(f, value, name)
 		}
 	})
-	if failed != nil || a.shared.config == "" {
+	apply := func(name string, text []byte) error {
+		values, err := readConfig(name, text, cmd)
+		if err != nil {
+			return err
+		}
+		for _, v := range values {
+			if given[v.flag.Name] {
+				continue
+			}
+			given[v.flag.Name], v.flag.Changed = true, true
+			for _, text := range v.values {
+				set(v.flag, text, fmt.Sprintf("%s:%d", name, v.line))
+			}
+		}
 		return failed
 	}
-	values, err := readConfig(a.shared.config, cmd)
-	if err != nil {
-		return err
+	if failed != nil {
+		return failed
 	}
-	for _, v := range values {
-		if given[v.flag.Name] {
-			continue
+	if a.shared.config != "" {
+		text, err := os.ReadFile(a.shared.config)
+		if err != nil {
+			return fmt.Errorf("--config: %w", err)
 		}
-		v.flag.Changed = true
-		for _, text := range v.values {
-			set(v.flag, text, fmt.Sprintf("%s:%d", a.shared.config, v.line))
+		if err := apply(a.shared.config, text); err != nil {
+			return err
 		}
 	}
-	return failed
+	if ofDefaultModel(cmd, args) {
+		return apply("settings of the default model", defaultmodel.Settings)
+	}
+	return nil
+}
+
+// ofDefaultModel says whether a verb is about the default model, or about a run folder of it.
+func ofDefaultModel(cmd *cobra.Command, args []string) bool {
+	if len(args) == 0 {
+		return cmd.Name() == "run"
+	}
+	if args[0] == defaultmodel.Name {
+		return true
+	}
+	m, err := run.Read(args[0])
+	return err == nil && m.Model.Path == defaultmodel.Name
 }
 
 // configValue is what a configuration file says for one flag of the verb.
@@ -108,14 +138,10 @@ type configValue struct {
 	values []string
 }
 
-// readConfig reads a YAML mapping. A key is the long name of a flag, or of a verb whose value is a mapping of that
+// readConfig reads a YAML mapping; path names it in errors. A key is the long name of a flag, or of a verb whose value is a mapping of that
 // verb's flags; the verb's own section wins over the top level. Keys of other verbs are checked and left alone; a key
 // that no verb knows is an error with its line.
-func readConfig(path string, cmd *cobra.Command) ([]configValue, error) {
-	text, err := os.ReadFile(path)
-	if err != nil {
-		return nil, fmt.Errorf("--config: %w", err)
-	}
+func readConfig(path string, text []byte, cmd *cobra.Command) ([]configValue, error) {
 	var doc yaml.Node
 	if err := yaml.Unmarshal(text, &doc); err != nil {
 		return nil, fmt.Errorf("%s: %w", path, err)

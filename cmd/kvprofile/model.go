@@ -11,6 +11,7 @@ import (
 
 	"github.com/kvprofile/kvprofile/datasets"
 	"github.com/kvprofile/kvprofile/internal/chat"
+	"github.com/kvprofile/kvprofile/internal/defaultmodel"
 	"github.com/kvprofile/kvprofile/internal/engine"
 	"github.com/kvprofile/kvprofile/internal/hub"
 	"github.com/kvprofile/kvprofile/internal/model"
@@ -20,10 +21,13 @@ import (
 
 // openModel finds and opens the model that a user named. Failures are *modelError.
 func (a *app) openModel(name string) (*model.Model, error) {
+	if name == defaultmodel.Name {
+		return defaultmodel.Open()
+	}
 	path, err := hub.Find(name, a.getenv)
 	var miss *hub.NotFoundError
 	if errors.As(err, &miss) {
-		return nil, ui.Hint(&modelError{err}, "name a Hugging Face folder, a GGUF file, or org/name of a model in the local cache; nothing is downloaded")
+		return nil, ui.Hint(&modelError{err}, "name a Hugging Face folder, a GGUF file, or org/name of a model in the local cache; nothing is downloaded. %s is the model that is part of this program", defaultmodel.Name)
 	}
 	if err != nil {
 		return nil, &modelError{err}
@@ -97,9 +101,9 @@ func slug(name string) string {
 	return s
 }
 
-// target returns where a verb's result goes, and refuses what is there already unless --force is given, and
+// target returns where a verb's result goes, and refuses what is there already unless it may be replaced, and
 // out/reference in any case.
-func (a *app) target(fallback string) (string, error) {
+func (a *app) target(fallback string, replace bool) (string, error) {
 	path := a.shared.out
 	if path == "" {
 		path = fallback
@@ -107,7 +111,7 @@ func (a *app) target(fallback string) (string, error) {
 	if err := run.CheckReference(filepath.Dir(path)); err != nil {
 		return "", err
 	}
-	if _, err := os.Stat(path); err == nil && !a.shared.force {
+	if _, err := os.Stat(path); err == nil && !replace {
 		return "", ui.Hint(fmt.Errorf("%s is already there", path), "choose another name with --out, or replace it with --force")
 	} else if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return "", err

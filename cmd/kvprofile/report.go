@@ -33,7 +33,8 @@ as an SVG file and as a PNG file of twice its size.`,
   kvprofile report out/model --figures figures`,
 		Args: exactly(1, "a run folder"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			path, release, err := a.output(filepath.Join(args[0], reportFile))
+			// The folder's own report is made of what the folder has now: an old one is no loss.
+			path, release, err := a.claim(filepath.Join(args[0], reportFile), a.shared.force || a.shared.out == "")
 			if err != nil {
 				return err
 			}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -13,6 +14,8 @@ import (
 	"github.com/kvprofile/kvprofile/datasets"
 	"github.com/kvprofile/kvprofile/distill"
 	"github.com/kvprofile/kvprofile/internal/compile"
+	"github.com/kvprofile/kvprofile/internal/defaultmodel"
+	"github.com/kvprofile/kvprofile/internal/eval"
 	"github.com/kvprofile/kvprofile/internal/model"
 	"github.com/kvprofile/kvprofile/internal/run"
 	"github.com/kvprofile/kvprofile/internal/ui"
@@ -35,26 +38,41 @@ type runFlags struct {
 	compile  compileFlags
 	passkeys struct{ count, passkeys, words int }
 	train    string
-	changed  func(string) bool
+	eval     struct {
+		samples int
+		tasks   []string
+	}
+	changed func(string) bool
 }
 
 func (a *app) runCommand() *cobra.Command {
 	var r runFlags
 	c := &cobra.Command{
-		Use:   "run MODEL",
+		Use:   "run [MODEL]",
 		Short: "All stages: from a model to a cache plan",
 		Long: `run takes a model through all stages (datasets, profile, distill, fastgen, pyramid,
-compile, check) and leaves a run folder with the cache plan and all that it rests on. The
-model is a Hugging Face folder, a GGUF file, or org/name in the local cache.
+compile, check, report) and leaves a run folder with the cache plan and all that it rests on.
+The model is a Hugging Face folder, a GGUF file, or org/name in the local cache. Without one
+it is the default model, which is part of this program: small, and made to retrieve.
+
+With --eval-samples the plan is tested at the end: on prompts that served nothing before, of
+the length that its budget is about, beside the full cache.
 
 Stopped at any moment and started again, it goes on where it was and ends with the same
 plan, byte for byte. Stages whose inputs and settings are as before are skipped.`,
-		Example: `  kvprofile run path/to/model
+		Example: `  kvprofile run
+  kvprofile run path/to/model
   kvprofile run HuggingFaceTB/SmolLM2-135M-Instruct --quick
   kvprofile run model.gguf --budget 0.25 -o out/model25
   kvprofile run model.gguf --dry-run`,
-		Args: exactly(1, "a model"),
-		RunE: func(cmd *cobra.Command, args []string) error { return a.run(cmd.Context(), args[0], &r) },
+		Args: between(0, 1, "at most one model"),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			name := defaultmodel.Name
+			if len(args) > 0 {
+				name = args[0]
+			}
+			return a.run(cmd.Context(), name, &r)
+		},
 	}
 	n := defaultNeedles()
 	f := c.Flags()
@@ -73,6 +91,8 @@ plan, byte for byte. Stages whose inputs and settings are as before are skipped.
 	r.fastgen.add(f)
 	r.pyramid.add(f)
 	r.compile.add(f)
+	f.IntVar(&r.eval.samples, "eval-samples", 0, "test the plan on so many prompts of each task; 0 means not at all")
+	f.StringSliceVar(&r.eval.tasks, "eval-tasks", evalTasks(), "tasks of these prompts")
 	r.changed = f.Changed
 	return c
 }
@@ -88,6 +108,17 @@ type pipeline struct {
 	fastgen  fastgenFlags
 	pyramid  pyramidSettings
 	compile  compile.Options
+	eval     evalSettings
+}
+
+// evalSettings are those of the test at the end.
+type evalSettings struct {
+	Tasks    []string `json:"tasks"`
+	Samples  int      `json:"samples"`
+	Length   int      `json:"length"`
+	Haystack string   `json:"haystack"`
+	Plain    bool     `json:"plain"`
+	from     datasets.Haystack
 }
 
 func (r *runFlags) resolve(a *app) (*pipeline, error) {
@@ -143,8 +174,17 @@ func (r *runFlags) resolve(a *app) (*pipeline, error) {
 	if p.pyramid, err = r.pyramid.resolve(); err != nil {
 		return nil, err
 	}
-	p.compile, err = r.compile.resolve(a)
-	return p, err
+	if r.eval.samples < 0 {
+		return nil, usagef("--eval-samples must not be negative")
+	}
+	if p.compile, err = r.compile.resolve(a); err != nil {
+		return nil, err
+	}
+	p.eval = evalSettings{Tasks: r.eval.tasks, Samples: r.eval.samples, Length: p.compile.Context, Haystack: haystackName(p.needles), Plain: p.plain, from: haystack}
+	if p.eval.Length == 0 {
+		p.eval.Length = slices.Max(p.needles.Lengths)
+	}
+	return p, nil
 }
 
 func (a *app) run(ctx context.Context, name string, flags *runFlags) error {
@@ -176,7 +216,7 @@ func (a *app) run(ctx context.Context, name string, flags *runFlags) error {
 	if err := s.folder.Finish(); err != nil {
 		return err
 	}
-	return a.finishRun(s, time.Since(begin))
+	return a.finishRun(s, p.eval.Samples > 0, time.Since(begin))
 }
 
 // all runs the stages in order.
@@ -220,10 +260,37 @@ func (s *session) all(ctx context.Context, p *pipeline) error {
 		return err
 	}
 	inputs := []input{record, {"gates", at(gatesDir)}, {"fastgen", at(fastgenFile)}, {"pyramid", at(pyramidFile)}}
-	return s.derive(ctx, "compile", p.compile, inputs, planFile, func(_ context.Context, path string) error {
+	if err := s.derive(ctx, "compile", p.compile, inputs, planFile, func(_ context.Context, path string) error {
 		_, err := s.app.compile(inFolder(s.folder.Dir), path, p.compile)
 		return err
+	}); err != nil || p.eval.Samples == 0 {
+		return err
+	}
+	return s.derive(ctx, "eval", p.eval, []input{{"plan", at(planFile)}}, eval.File, func(ctx context.Context, path string) error {
+		return s.evaluate(ctx, path, p.eval)
 	})
+}
+
+// evaluate tests the folder's plan.
+func (s *session) evaluate(ctx context.Context, path string, p evalSettings) error {
+	plans, err := s.app.evalPlans(s.model, []string{s.folder.Path(planFile)})
+	if err != nil {
+		return err
+	}
+	sets, err := taskSets(s.model, taskOptions{tasks: p.Tasks, lengths: []int{p.Length}, samples: p.Samples, seed: s.app.shared.seed,
+		purpose: datasets.Certification, haystack: p.from, plain: p.Plain})
+	if err != nil {
+		return err
+	}
+	set, err := s.engine()
+	if err != nil {
+		return err
+	}
+	result, err := s.app.measure(ctx, s.model, set, sets, plans, nil, eval.DefaultOptions())
+	if err != nil {
+		return err
+	}
+	return result.Write(path)
 }
 
 // dataset is the stage that builds a dataset; settings are its options. The haystack is known by its name.
@@ -279,7 +346,7 @@ func (s *session) derive(ctx context.Context, name string, settings any, in []in
 }
 
 // finishRun checks the plan as a server would, and says what came out.
-func (a *app) finishRun(s *session, took time.Duration) error {
+func (a *app) finishRun(s *session, evaluated bool, took time.Duration) error {
 	path := s.folder.Path(planFile)
 	data, err := os.ReadFile(path)
 	if err != nil {
@@ -297,6 +364,21 @@ func (a *app) finishRun(s *session, took time.Duration) error {
 		return fmt.Errorf("check: %w", err)
 	}
 	a.ui.Note("check: %s is valid and belongs to the model", path)
+	report := s.folder.Path(reportFile)
+	if _, err := os.Stat(report); err != nil || s.worked {
+		t := a.ui.Begin("report", 0)
+		_, err := makeReport(s.folder.Dir, report, "", nil, false)
+		t.End(err)
+		if err != nil {
+			return err
+		}
+	}
+	var tested *eval.Result
+	if evaluated {
+		if tested, err = eval.Load(s.folder.Path(eval.File)); err != nil {
+			return err
+		}
+	}
 	manifest := s.folder.Manifest()
 	if a.ui.JSON() {
 		return a.ui.PrintJSON(struct {
@@ -305,7 +387,9 @@ func (a *app) finishRun(s *session, took time.Duration) error {
 			Seconds float64      `json:"seconds"`
 			Stages  []run.Record `json:"stages"`
 			Plan    planSummary  `json:"plan"`
-		}{s.folder.Dir, manifest.Model, took.Seconds(), manifest.Stages, summarise(path, p)})
+			Report  string       `json:"report"`
+			Eval    *eval.Result `json:"eval,omitempty"`
+		}{s.folder.Dir, manifest.Model, took.Seconds(), manifest.Stages, summarise(path, p), report, tested})
 	}
 	for _, w := range p.Warnings {
 		a.ui.Warn("%s", sentence(w))
@@ -313,14 +397,22 @@ func (a *app) finishRun(s *session, took time.Duration) error {
 	if err := a.planTables(p); err != nil {
 		return err
 	}
-	t := ui.Table{Left: []int{1}}
-	for _, f := range []struct{ what, name string }{{"plan", planFile}, {"gates", gatesDir}, {"attention record", recordDir}, {"policies", fastgenFile}, {"layer budgets", pyramidFile}, {"how it was made", run.ManifestName}} {
-		t.Add(f.what, filepath.Join(s.folder.Dir, f.name))
+	if tested != nil {
+		if err := a.ui.Printf("\n"); err != nil {
+			return err
+		}
+		if err := a.evalTables(tested); err != nil {
+			return err
+		}
+	}
+	files := ui.Table{Left: []int{1}}
+	for _, f := range []struct{ what, name string }{{"plan", planFile}, {"report", reportFile}, {"gates", gatesDir}, {"attention record", recordDir}, {"policies", fastgenFile}, {"layer budgets", pyramidFile}, {"how it was made", run.ManifestName}} {
+		files.Add(f.what, filepath.Join(s.folder.Dir, f.name))
 	}
 	if err := a.ui.Printf("\n"); err != nil {
 		return err
 	}
-	return t.Render(a.ui.Out())
+	return files.Render(a.ui.Out())
 }
 
 // estimateRun estimates all stages before anything is run.
@@ -350,5 +442,9 @@ func (a *app) estimateRun(m *model.Model, p *pipeline) error {
 		return err
 	}
 	small := func(stage string) cost { return cost{stage: stage, memory: record.memory, disk: 1 << 16} }
-	return a.dryRun(m, []cost{datasetCost(append(needles, train...)), record, distillCost(m.Config, train, p.distill), small("fastgen"), small("pyramid"), small("compile")})
+	costs := []cost{datasetCost(append(needles, train...)), record, distillCost(m.Config, train, p.distill), small("fastgen"), small("pyramid"), small("compile")}
+	if n := p.eval.Samples * len(p.eval.Tasks); n > 0 {
+		costs = append(costs, evalCost(m.Config, slices.Repeat([]int{p.eval.Length}, n), 1))
+	}
+	return a.dryRun(m, costs)
 }

@@ -22,6 +22,7 @@ type session struct {
 	folder   *run.Folder
 	backends backends
 	loaded   *devices.Set // nil until a stage needs the weights
+	worked   bool         // a stage was not up to date
 }
 
 // session locks the run folder of a model and chooses the backend: that which the folder was begun with.
@@ -124,6 +125,7 @@ func (s *session) Close() {
 func (s *session) do(ctx context.Context, stage run.Stage, work func(context.Context) error) error {
 	known := s.folder.Has(stage.Name)
 	state, err := s.folder.Do(ctx, stage, func(ctx context.Context, state run.State) error {
+		s.worked = true
 		switch {
 		case state == run.Partial:
 			s.app.ui.Note("%s: goes on from an earlier run", stage.Name)
