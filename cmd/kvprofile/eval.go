@@ -30,6 +30,8 @@ type evalFlags struct {
 	budgets   []float64
 	methods   []string
 	evict     string
+	sink      int
+	recent    int
 	tasks     []string
 	lengths   string
 	samples   int
@@ -90,6 +92,8 @@ With --compare every known method runs at equal bytes, from the scores of a run 
 	fl.Float64SliceVar(&f.budgets, "budgets", []float64{0.5, 0.25, 0.12}, "with --compare: kept bytes / full bytes at the prompt's length")
 	fl.StringSliceVar(&f.methods, "methods", nil, "with --compare: which (default all)")
 	fl.StringVar(&f.evict, "evict", string(plan.EvictPrefillEnd), "with --compare: when streaming heads evict: prefill_end, so that all plans share one reading of a prompt, or always")
+	fl.IntVar(&f.sink, "sink", 0, "with --compare: first tokens that streaming heads of duo and recipe keep (default by the length, and 64)")
+	fl.IntVar(&f.recent, "recent", 0, "with --compare: last tokens that they keep (default by the length, and 256); recipe's is a width that was recorded")
 	fl.StringSliceVar(&f.tasks, "tasks", evalTasks(), "tasks of the prompts")
 	fl.StringVar(&f.lengths, "lengths", "1024", "lengths of the prompts in tokens: a list, or first:last:count")
 	fl.IntVar(&f.samples, "samples", 20, "prompts of each task and length")
@@ -297,7 +301,7 @@ func (a *app) methodPlans(in compile.Inputs, lengths []int, f *evalFlags) (map[i
 			}
 			var made []eval.Contender
 			for _, n := range lengths {
-				p, err := compile.Method(name, in, compile.MethodOptions{Budget: budget, Context: n, Evict: plan.Evict(f.evict), Seed: a.shared.seed})
+				p, err := compile.Method(name, in, compile.MethodOptions{Budget: budget, Context: n, Sink: f.sink, Recent: f.recent, Evict: plan.Evict(f.evict), Seed: a.shared.seed})
 				if miss := new(compile.BudgetError); errors.As(err, &miss) {
 					a.ui.Note("%v: left out", err)
 					continue methods

@@ -85,7 +85,7 @@ func TestEqualsTransformers(t *testing.T) {
 			logits := next.Logits[0]
 			if i == 0 {
 				for _, top := range want.Top {
-					if got := logits[int(top[0])]; math.Abs(got-top[1]) > 1e-3 {
+					if got := logits[int(top[0])]; math.Abs(got-top[1]) > 1e-4 {
 						t.Errorf("%d tokens: the logit of %g is %g, want %g", n, top[0], got, top[1])
 					}
 				}

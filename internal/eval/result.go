@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"io"
 	"math"
-	"os"
 	"reflect"
 	"slices"
 	"strings"
@@ -138,16 +137,7 @@ func (r *Result) Find(name string, budget float64) *Run {
 
 // Load reads and checks an evaluation. What is no valid evaluation is a *run.FormatError.
 func Load(path string) (*Result, error) {
-	f, err := os.Open(path)
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	r, err := Read(f)
-	if err != nil {
-		return nil, &run.FormatError{Path: path, Reason: "no evaluation", Err: err}
-	}
-	return r, nil
+	return run.LoadJSON(path, "no evaluation", Read)
 }
 
 // Read reads and checks an evaluation. Unknown members are errors.

@@ -165,24 +165,3 @@ func Compare(a, b *Run, seed uint64) (Comparison, error) {
 	c.LikelierGold, c.UnlikelierGold = SignFlip(d, seed)
 	return c, nil
 }
-
-// Worse says whether A is worse than B by a test at 95 %, with a margin of 0: it is right on fewer prompts, or the gold
-// answers are less probable with it. Not being worse in this sense is no proof of being as good: with few prompts, only
-// large differences show.
-func (c Comparison) Worse() bool { return c.RightFewer < stats.Alpha || c.UnlikelierGold < stats.Alpha }
-
-// WorseThan compares a run with others on the same prompts and returns the comparisons in which it is worse. The
-// p-values are not corrected for the number of others: this is the strictest demand on the run.
-func WorseThan(x *Run, others []*Run, seed uint64) ([]Comparison, error) {
-	var out []Comparison
-	for _, o := range others {
-		c, err := Compare(x, o, seed)
-		if err != nil {
-			return nil, err
-		}
-		if c.Worse() {
-			out = append(out, c)
-		}
-	}
-	return out, nil
-}
