@@ -381,15 +381,19 @@ func (a *app) finishRun(s *session, evaluated bool, took time.Duration) error {
 	}
 	manifest := s.folder.Manifest()
 	if a.ui.JSON() {
+		var evaluations []plan.Evaluation
+		if tested != nil {
+			evaluations = tested.Evaluations(&tested.Runs[0])
+		}
 		return a.ui.PrintJSON(struct {
-			Folder  string       `json:"folder"`
-			Model   run.Model    `json:"model"`
-			Seconds float64      `json:"seconds"`
-			Stages  []run.Record `json:"stages"`
-			Plan    planSummary  `json:"plan"`
-			Report  string       `json:"report"`
-			Eval    *eval.Result `json:"eval,omitempty"`
-		}{s.folder.Dir, manifest.Model, took.Seconds(), manifest.Stages, summarise(path, p), report, tested})
+			Folder  string            `json:"folder"`
+			Model   run.Model         `json:"model"`
+			Seconds float64           `json:"seconds"`
+			Stages  []run.Record      `json:"stages"`
+			Plan    planSummary       `json:"plan"`
+			Report  string            `json:"report"`
+			Eval    []plan.Evaluation `json:"evaluations,omitempty"`
+		}{s.folder.Dir, manifest.Model, took.Seconds(), manifest.Stages, summarise(path, p), report, evaluations})
 	}
 	for _, w := range p.Warnings {
 		a.ui.Warn("%s", sentence(w))
