@@ -22,6 +22,9 @@ import (
 // openModel finds and opens the model that a user named. Failures are *modelError.
 func (a *app) openModel(name string) (*model.Model, error) {
 	if name == defaultmodel.Name {
+		if _, err := os.Stat(name); err == nil {
+			a.ui.Warn("%s is the model that is part of this program; the one here is ./%[1]s", name)
+		}
 		return defaultmodel.Open()
 	}
 	path, err := hub.Find(name, a.getenv)
