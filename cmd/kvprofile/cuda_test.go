@@ -179,7 +179,8 @@ func TestSeveralGPUsComeToTheBytesOfOne(t *testing.T) {
 	})
 	for _, c := range machines {
 		for name, text := range machines[0].made {
-			if c.made[name] != text {
+			// The report says when and on what it was made.
+			if c.made[name] != text && filepath.Base(name) != reportFile {
 				t.Errorf("%s: %s differs from that of one GPU", c.device, name)
 			}
 		}

@@ -114,7 +114,7 @@ func TestNaNWeightsAreAModelError(t *testing.T) {
 
 // Whatever is wrong with the arguments, the answer is one line of error and a code that is documented.
 func TestArgumentsNeverPanic(t *testing.T) {
-	verbs := []string{"", "run", "inspect", "datasets build", "datasets show", "datasets", "profile", "distill", "fastgen", "pyramid", "compile", "check", "schema x", "version x", "nosuch"}
+	verbs := []string{"", "run --dry-run", "inspect", "datasets build", "datasets show", "datasets", "profile", "distill", "fastgen", "pyramid", "compile", "check", "schema x", "version x", "nosuch"}
 	flags := [][]string{nil, {"--budget", "2"}, {"--threads", "99999"}, {"--device", "cuda:1"}, {"--config", "/nonexistent"}, {"--seed", "-1"},
 		{"--lengths", "0"}, {"--dataset", "/dev/null"}, {"--recipe", "x"}, {"/dev/null"}, {"a", "b", "c"}, {"--json", "/nonexistent/x"}}
 	dir := tinyDir(t)

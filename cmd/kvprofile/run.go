@@ -180,11 +180,33 @@ func (r *runFlags) resolve(a *app) (*pipeline, error) {
 	if p.compile, err = r.compile.resolve(a); err != nil {
 		return nil, err
 	}
+	if err := p.recorded(); err != nil {
+		return nil, err
+	}
 	p.eval = evalSettings{Tasks: r.eval.tasks, Samples: r.eval.samples, Length: p.compile.Context, Haystack: haystackName(p.needles), Plain: p.plain, from: haystack}
 	if p.eval.Length == 0 {
 		p.eval.Length = slices.Max(p.needles.Lengths)
 	}
 	return p, nil
+}
+
+// recorded reports what a late stage would look for in the record in vain, before the early ones have run.
+func (p *pipeline) recorded() error {
+	c, g := p.compile, p.grid
+	missing := func(flag string, value any, widths any, from string) error {
+		return ui.Hint(usagef("--%s %v is none of --%s %v", flag, value, from, widths), "the record has what --%s says; name it there, too", from)
+	}
+	switch {
+	case !slices.Contains(g.Recent, c.Recent):
+		return missing("recent", c.Recent, g.Recent, "recent-widths")
+	case !slices.Contains(g.Windows, c.Window):
+		return missing("window", c.Window, g.Windows, "windows")
+	case c.Sink > slices.Max(append([]int{0}, g.Sinks...)):
+		return ui.Hint(usagef("--sink %d is more than the largest of --sink-widths %v", c.Sink, g.Sinks), "the record has what --sink-widths says; name it there, too")
+	case !slices.Contains(g.LocalRatios, p.fastgen.options.LocalRatio):
+		return missing("local-ratio", p.fastgen.options.LocalRatio, g.LocalRatios, "local-ratios")
+	}
+	return c.Check()
 }
 
 func (a *app) run(ctx context.Context, name string, flags *runFlags) error {

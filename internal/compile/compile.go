@@ -113,7 +113,8 @@ type Head struct {
 	Recovery float64
 }
 
-func (o Options) check() error {
+// Check reports options that no inputs could do with: an *OptionError.
+func (o Options) Check() error {
 	fail := func(option, format string, args ...any) error {
 		return &OptionError{option, fmt.Sprintf(format, args...)}
 	}
@@ -165,7 +166,7 @@ func Compile(in Inputs, o Options) (*Result, error) {
 
 // newCompiler checks the inputs and works out what does not depend on the request.
 func newCompiler(in Inputs, o Options) (*compiler, error) {
-	if err := o.check(); err != nil {
+	if err := o.Check(); err != nil {
 		return nil, err
 	}
 	digest, err := in.check()

@@ -255,7 +255,7 @@ func newBuilder(in *Inputs, o MethodOptions) (*builder, error) {
 	if o.Budget == 0 {
 		return fail("budget", "is missing")
 	}
-	if err := c.check(); err != nil {
+	if err := c.Check(); err != nil {
 		return nil, err
 	}
 	var err error
