@@ -15,6 +15,14 @@ func evalTasks() []string {
 		datasets.TaskUUID, datasets.TaskDormant, datasets.TaskPasskeys}
 }
 
+// knownTask reports a task that is none of them.
+func knownTask(task string) error {
+	if !slices.Contains(evalTasks(), task) {
+		return usagef("unknown task %q, expected some of %s", task, strings.Join(evalTasks(), ", "))
+	}
+	return nil
+}
+
 // evalDepths are the depths of the needle grid.
 func evalDepths() []float64 { return []float64{0.1, 0.3, 0.5, 0.7, 0.9} }
 
@@ -57,8 +65,10 @@ func taskSets(m *model.Model, o taskOptions) ([]*datasets.Dataset, error) {
 		tasks = append(tasks, datasets.TaskText)
 	}
 	for _, task := range tasks {
-		if task != datasets.TaskText && !slices.Contains(evalTasks(), task) {
-			return nil, usagef("unknown task %q, expected some of %s", task, strings.Join(evalTasks(), ", "))
+		if task != datasets.TaskText {
+			if err := knownTask(task); err != nil {
+				return nil, err
+			}
 		}
 		d, err := build(task)
 		if err != nil {

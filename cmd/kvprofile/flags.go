@@ -138,9 +138,9 @@ type configValue struct {
 	values []string
 }
 
-// readConfig reads a YAML mapping; path names it in errors. A key is the long name of a flag, or of a verb whose value is a mapping of that
-// verb's flags; the verb's own section wins over the top level. Keys of other verbs are checked and left alone; a key
-// that no verb knows is an error with its line.
+// readConfig reads a YAML mapping; path names it in errors. A key is the long name of a flag, or of a verb whose value is
+// a mapping of that verb's flags; the verb's own section wins over the top level. Keys of other verbs are checked and left
+// alone; a key that no verb knows is an error with its line.
 func readConfig(path string, text []byte, cmd *cobra.Command) ([]configValue, error) {
 	var doc yaml.Node
 	if err := yaml.Unmarshal(text, &doc); err != nil {

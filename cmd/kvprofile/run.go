@@ -116,6 +116,7 @@ type evalSettings struct {
 	Tasks    []string `json:"tasks"`
 	Samples  int      `json:"samples"`
 	Length   int      `json:"length"`
+	Seed     uint64   `json:"seed"`
 	Haystack string   `json:"haystack"`
 	Plain    bool     `json:"plain"`
 	from     datasets.Haystack
@@ -177,13 +178,18 @@ func (r *runFlags) resolve(a *app) (*pipeline, error) {
 	if r.eval.samples < 0 {
 		return nil, usagef("--eval-samples must not be negative")
 	}
+	for _, task := range r.eval.tasks {
+		if err := knownTask(task); err != nil {
+			return nil, err
+		}
+	}
 	if p.compile, err = r.compile.resolve(a); err != nil {
 		return nil, err
 	}
 	if err := p.recorded(); err != nil {
 		return nil, err
 	}
-	p.eval = evalSettings{Tasks: r.eval.tasks, Samples: r.eval.samples, Length: p.compile.Context, Haystack: haystackName(p.needles), Plain: p.plain, from: haystack}
+	p.eval = evalSettings{Tasks: r.eval.tasks, Samples: r.eval.samples, Length: p.compile.Context, Seed: a.shared.seed, Haystack: haystackName(p.needles), Plain: p.plain, from: haystack}
 	if p.eval.Length == 0 {
 		p.eval.Length = slices.Max(p.needles.Lengths)
 	}
@@ -299,7 +305,7 @@ func (s *session) evaluate(ctx context.Context, path string, p evalSettings) err
 	if err != nil {
 		return err
 	}
-	sets, err := taskSets(s.model, taskOptions{tasks: p.Tasks, lengths: []int{p.Length}, samples: p.Samples, seed: s.app.shared.seed,
+	sets, err := taskSets(s.model, taskOptions{tasks: p.Tasks, lengths: []int{p.Length}, samples: p.Samples, seed: p.Seed,
 		purpose: datasets.Certification, haystack: p.from, plain: p.Plain})
 	if err != nil {
 		return err
