@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -294,9 +295,36 @@ func (s *session) all(ctx context.Context, p *pipeline) error {
 	}); err != nil || p.eval.Samples == 0 {
 		return err
 	}
-	return s.derive(ctx, "eval", p.eval, []input{{"plan", at(planFile)}}, eval.File, func(ctx context.Context, path string) error {
-		return s.evaluate(ctx, path, p.eval)
-	})
+	return s.test(ctx, p.eval)
+}
+
+// test is the stage that evaluates the folder's plan. What comes out becomes evidence of the plan, whose digest, the
+// stage's input, leaves evidence out.
+func (s *session) test(ctx context.Context, o evalSettings) error {
+	path := s.folder.Path(planFile)
+	p, err := plan.Load(path, plan.Want{Model: planModel(s.model, s.print)})
+	if err != nil {
+		return err
+	}
+	stage := run.Stage{Name: "eval", Settings: o, Inputs: map[string]string{"plan": p.Digest()}, Outputs: []string{eval.File}}
+	if err := s.do(ctx, stage, func(ctx context.Context) error { return s.evaluate(ctx, s.folder.Path(eval.File), o) }); err != nil {
+		return err
+	}
+	result, err := eval.Load(s.folder.Path(eval.File))
+	if err != nil {
+		return err
+	}
+	before, err := p.Marshal()
+	if err != nil {
+		return err
+	}
+	if _, err := addResults(p, result); err != nil {
+		return err
+	}
+	if after, err := p.Marshal(); err != nil || bytes.Equal(before, after) {
+		return err
+	}
+	return s.folder.Amend("compile", planFile, p.Write)
 }
 
 // evaluate tests the folder's plan.

@@ -192,23 +192,17 @@ func (a *app) addEvidence(args, results []string) error {
 	if err != nil {
 		return fmt.Errorf("%s: %w", path, err)
 	}
-	digest := p.Digest()
 	for _, name := range results {
 		r, err := eval.Load(name)
 		if err != nil {
 			return err
 		}
-		found := false
-		for i := range r.Runs {
-			if x := &r.Runs[i]; x.PlanSHA256 == digest {
-				found = true
-				if err := compile.AddEvidence(p, r.Evaluations(x), r.Divergences(x), digest); err != nil {
-					return err
-				}
-			}
+		found, err := addResults(p, r)
+		if err != nil {
+			return err
 		}
 		if !found {
-			return &compile.MismatchError{Input: name, Reason: fmt.Sprintf("says nothing about %s (plan %.12s)", path, digest)}
+			return &compile.MismatchError{Input: name, Reason: fmt.Sprintf("says nothing about %s (plan %.12s)", path, p.Digest())}
 		}
 	}
 	to, release, err := a.output(path)
@@ -220,4 +214,18 @@ func (a *app) addEvidence(args, results []string) error {
 		return err
 	}
 	return a.ui.Printf("evidence added to %s\n", to)
+}
+
+// addResults adds to a plan what an evaluation says of it, if anything.
+func addResults(p *plan.Plan, r *eval.Result) (found bool, err error) {
+	digest := p.Digest()
+	for i := range r.Runs {
+		if x := &r.Runs[i]; x.PlanSHA256 == digest {
+			found = true
+			if err := compile.AddEvidence(p, r.Evaluations(x), r.Divergences(x), digest); err != nil {
+				return found, err
+			}
+		}
+	}
+	return found, nil
 }

@@ -15,6 +15,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 )
@@ -346,6 +347,29 @@ func (f *Folder) Do(ctx context.Context, s Stage, work func(context.Context, Sta
 		return state, err
 	}
 	return state, f.remove(s.Scratch)
+}
+
+// Amend writes an output of a finished stage anew, with what a later stage found out about it; write gets its path. The
+// stage stays up to date. Interrupted in between, it is not, and will be done again.
+func (f *Folder) Amend(stage, output string, write func(path string) error) error {
+	r := f.record(stage)
+	if r == nil || !r.Done {
+		return fmt.Errorf("%s: stage %s has not ended", f.Dir, stage)
+	}
+	at := slices.IndexFunc(r.Outputs, func(o Output) bool { return o.Path == output })
+	if at < 0 {
+		return fmt.Errorf("%s: stage %s has no output %s", f.Dir, stage, output)
+	}
+	path := f.Path(filepath.FromSlash(output))
+	if err := write(path); err != nil {
+		return err
+	}
+	digest, size, err := DigestPath(path)
+	if err != nil {
+		return err
+	}
+	r.Outputs[at] = Output{Path: output, SHA256: digest, Bytes: size}
+	return f.save()
 }
 
 func (f *Folder) remove(paths []string) error {

@@ -99,6 +99,48 @@ func TestStageIsSkippedOnlyWhenAllIsAsRecorded(t *testing.T) {
 	}
 }
 
+// An output that is amended leaves its stage up to date, also for the next process; one that is changed otherwise does not.
+func TestAmendedOutputIsCurrent(t *testing.T) {
+	dir := t.TempDir()
+	stage := Stage{Name: "one", Outputs: []string{"o/one"}}
+	write := func(text string) func(string) error {
+		return func(path string) error { return os.WriteFile(path, []byte(text), 0o644) }
+	}
+	f := open(t, dir, manifest(), Options{})
+	if err := f.Amend("one", "o/one", write("early")); err == nil {
+		t.Error("a stage that has not run is amended")
+	}
+	if _, err := f.Do(context.Background(), stage, writeStage(f, "o/one", "text")); err != nil {
+		t.Fatal(err)
+	}
+	if err := f.Amend("one", "o/two", write("x")); err == nil || exists(filepath.Join(dir, "o", "two")) {
+		t.Errorf("an output that the stage has not: %v", err)
+	}
+	failed := errors.New("failed")
+	if err := f.Amend("one", "o/one", func(string) error { return failed }); !errors.Is(err, failed) {
+		t.Errorf("%v, want %v", err, failed)
+	}
+	if err := f.Amend("one", "o/one", write("text and more")); err != nil {
+		t.Fatal(err)
+	}
+	f.Close()
+	again := open(t, dir, manifest(), Options{})
+	if state, err := again.State(stage); err != nil || state != Current {
+		t.Errorf("amended: state %v, %v", state, err)
+	}
+	if err := write("changed")(filepath.Join(dir, "o", "one")); err != nil {
+		t.Fatal(err)
+	}
+	if state, err := again.State(stage); err != nil || state == Current {
+		t.Errorf("changed: state %v, %v", state, err)
+	}
+}
+
+func exists(path string) bool {
+	_, err := os.Stat(path)
+	return err == nil
+}
+
 func TestInterruptedStageGoesOnButOnlyWithTheSameInputs(t *testing.T) {
 	dir := t.TempDir()
 	stage := Stage{Name: "parts", Inputs: map[string]string{"in": "d"}, Outputs: []string{"parts"}}
