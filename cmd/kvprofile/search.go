@@ -210,7 +210,8 @@ func (a *app) addEvidence(args, results []string) error {
 		return err
 	}
 	defer release()
-	if err := p.Write(to); err != nil {
+	// The plan of a run stays up to date.
+	if err := run.AmendIn(filepath.Dir(to), "compile", filepath.Base(to), p.Write); err != nil {
 		return err
 	}
 	return a.ui.Printf("evidence added to %s\n", to)

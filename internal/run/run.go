@@ -372,6 +372,31 @@ func (f *Folder) Amend(stage, output string, write func(path string) error) erro
 	return f.save()
 }
 
+// AmendIn is [Folder.Amend] for a folder that is locked but not open. Where dir is no run folder, or the output is not as
+// the stage left it, the output is written and nothing is recorded.
+func AmendIn(dir, stage, output string, write func(path string) error) error {
+	f := &Folder{Dir: dir}
+	path := f.Path(filepath.FromSlash(output))
+	m, err := Read(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return write(path)
+	}
+	if err != nil {
+		return err
+	}
+	f.manifest = *m
+	if r := f.record(stage); r != nil && r.Done {
+		digest, _, err := DigestPath(path)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		if slices.ContainsFunc(r.Outputs, func(o Output) bool { return o.Path == output && o.SHA256 == digest }) {
+			return f.Amend(stage, output, write)
+		}
+	}
+	return write(path)
+}
+
 func (f *Folder) remove(paths []string) error {
 	for _, p := range paths {
 		if err := os.RemoveAll(f.Path(filepath.FromSlash(p))); err != nil {

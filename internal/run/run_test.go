@@ -136,6 +136,40 @@ func TestAmendedOutputIsCurrent(t *testing.T) {
 	}
 }
 
+func TestAmendInRecordsOnlyWhatTheStageLeft(t *testing.T) {
+	stage := Stage{Name: "one", Outputs: []string{"one"}}
+	write := func(text string) func(string) error {
+		return func(path string) error { return os.WriteFile(path, []byte(text), 0o644) }
+	}
+	empty := t.TempDir()
+	if err := AmendIn(empty, "one", "one", write("text")); err != nil || !exists(filepath.Join(empty, "one")) || exists(filepath.Join(empty, ManifestName)) {
+		t.Errorf("no run folder: %v", err)
+	}
+	for _, c := range []struct {
+		name, found string
+		want        State
+	}{{"as it was left", "text", Current}, {"changed by hand", "other text", Fresh}} {
+		dir := t.TempDir()
+		f := open(t, dir, manifest(), Options{})
+		if _, err := f.Do(context.Background(), stage, writeStage(f, "one", "text")); err != nil {
+			t.Fatal(err)
+		}
+		f.Close()
+		if err := write(c.found)(filepath.Join(dir, "one")); err != nil {
+			t.Fatal(err)
+		}
+		if err := AmendIn(dir, "one", "one", write("more")); err != nil {
+			t.Fatal(err)
+		}
+		if b, err := os.ReadFile(filepath.Join(dir, "one")); err != nil || string(b) != "more" {
+			t.Errorf("%s: %q, %v", c.name, b, err)
+		}
+		if state, err := open(t, dir, manifest(), Options{}).State(stage); err != nil || state != c.want {
+			t.Errorf("%s: state %v, %v, want %v", c.name, state, err, c.want)
+		}
+	}
+}
+
 func exists(path string) bool {
 	_, err := os.Stat(path)
 	return err == nil
