@@ -19,8 +19,13 @@ type Fingerprint struct {
 	Tokenizer string `json:"tokenizer"` // of the tokenizer's meaning, "" when the model has none
 }
 
-// Fingerprint hashes the model. The weights are read once in full: about a second for each gigabyte.
+// Fingerprint hashes the model. The weights are read in full by the first call: about a second for each gigabyte.
 func (m *Model) Fingerprint() Fingerprint {
+	m.hashed.Do(func() { m.print = m.hash() })
+	return m.print
+}
+
+func (m *Model) hash() Fingerprint {
 	p := Fingerprint{Config: ConfigHash(m.Config)}
 	if m.Tokenizer != nil {
 		p.Tokenizer = m.Tokenizer.Fingerprint()

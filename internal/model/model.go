@@ -11,6 +11,7 @@ import (
 	"slices"
 	"sort"
 	"strings"
+	"sync"
 
 	"github.com/kvprofile/kvprofile/internal/chat"
 	"github.com/kvprofile/kvprofile/internal/dtype"
@@ -40,6 +41,9 @@ type Model struct {
 
 	tensors map[string]tensor
 	maps    []mapping
+
+	hashed sync.Once // print
+	print  Fingerprint
 }
 
 // tensor is a stored tensor under its canonical name.
