@@ -58,15 +58,7 @@ func (a *app) main(ctx context.Context, args []string, stdin io.Reader, stdout, 
 
 // execute runs the verb. A device that fails where no error can be returned is an error here.
 func execute(ctx context.Context, root *cobra.Command) (err error) {
-	defer func() {
-		switch f := recover().(type) {
-		case nil:
-		case *engine.Failure:
-			err = f.Err
-		default:
-			panic(f)
-		}
-	}()
+	defer engine.Catch(&err)
 	return root.ExecuteContext(ctx)
 }
 

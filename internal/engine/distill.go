@@ -25,7 +25,7 @@ func (m *Model) Teach(ctx context.Context, tokens []int32) (*Teacher, error) {
 // TeachAll runs the unmodified model on several samples, layer by layer, so that weights that do not fit in memory are read once.
 // Free the results, one for each sample. A *NonFiniteError says which sample in its Sequence.
 func (m *Model) TeachAll(ctx context.Context, samples ...[]int32) (_ []*Teacher, err error) {
-	defer caught(&err)
+	defer Catch(&err)
 	b := m.Backend
 	keep := func(x Tensor) Tensor {
 		y := b.New(x.Rows(), x.Cols())
@@ -151,7 +151,7 @@ func (m *Model) Study(ctx context.Context, tokens []int32, t *Teacher, gates [][
 // it is computed again, one layer at a time. Free the results, one for each sample. A *NonFiniteError says which sample in its
 // Sequence.
 func (m *Model) StudyAll(ctx context.Context, lessons []Lesson, gates [][]float64, mask Mask, stashLimit int64) (_ []*Student, err error) {
-	defer caught(&err)
+	defer Catch(&err)
 	if len(gates) != len(m.layers) {
 		return nil, fmt.Errorf("gates for %d layers, the model has %d", len(gates), len(m.layers))
 	}
@@ -284,7 +284,7 @@ func (s *Student) Backward(ctx context.Context, scale float64) ([][]float64, err
 // BackwardAll returns the gradient of every student's Loss with respect to the gates, [student][layer][KV head]. The students are of
 // one StudyAll, and go backward layer by layer. It can be called once.
 func BackwardAll(ctx context.Context, students []*Student) (_ [][][]float64, err error) {
-	defer caught(&err)
+	defer Catch(&err)
 	if len(students) == 0 {
 		return nil, nil
 	}

@@ -8,8 +8,8 @@ type Failure struct{ Err error }
 func (f *Failure) Error() string { return f.Err.Error() }
 func (f *Failure) Unwrap() error { return f.Err }
 
-// caught turns a Failure into an error. It is to be deferred.
-func caught(err *error) {
+// Catch turns a Failure into an error; other panics go on. It is to be deferred.
+func Catch(err *error) {
 	switch f := recover().(type) {
 	case nil:
 	case *Failure:

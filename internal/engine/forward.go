@@ -80,7 +80,7 @@ func (c *Cache) Free() {
 // Forward runs the sequences through the model, layer by layer over the whole batch, so that weights that do not fit
 // in memory are read once per call. Memory: the residual streams of all sequences and the activations of one layer.
 func (m *Model) Forward(ctx context.Context, batch ...*Sequence) (err error) {
-	defer caught(&err)
+	defer Catch(&err)
 	b := m.Backend
 	streams := make([]Tensor, len(batch))
 	defer func() {

@@ -57,7 +57,7 @@ func (m *Model) FreePages(p *Pages) { m.Backend.Free(p.Keys, p.Values) }
 // keys and values are written to the pages, and each sees what its lanes say. Weights are read once for all of them.
 // It returns Vocab logits for every token that asks for them, in order.
 func (m *Model) Decode(ctx context.Context, pages *Pages, tokens []Token) (_ [][]float64, err error) {
-	defer caught(&err)
+	defer Catch(&err)
 	b, cfg := m.Backend, m.Config
 	if err := m.checkTokens(pages, tokens); err != nil {
 		return nil, err

@@ -108,15 +108,7 @@ func (s *Set) Each(ctx context.Context, work func(ctx context.Context, device in
 
 // guarded makes the failure of a device an error.
 func guarded(f func() error) (err error) {
-	defer func() {
-		switch p := recover().(type) {
-		case nil:
-		case *engine.Failure:
-			err = p.Err
-		default:
-			panic(p)
-		}
-	}()
+	defer engine.Catch(&err)
 	return f()
 }
 

@@ -27,15 +27,7 @@ type Size struct{ Rows, Heads, KVHeads, HeadDim int }
 // Run runs every operation on both backends. exact is the relative error that operations in float32 may have, rounded that of
 // products, which may be in a lower precision. A failing device is an error.
 func Run(got, want engine.Backend, size Size, exact, rounded float64) (results []Result, err error) {
-	defer func() {
-		switch f := recover().(type) {
-		case nil:
-		case *engine.Failure:
-			err = f.Err
-		default:
-			panic(f)
-		}
-	}()
+	defer engine.Catch(&err)
 	for _, o := range operations() {
 		bound := exact
 		if o.product {
