@@ -38,8 +38,8 @@ type Options struct {
 	CheckpointEvery int    `json:"-"`
 }
 
-// batch is the number of samples of a step.
-func (o Options) batch() int { return max(o.Batch, 1) }
+// BatchSize is the number of samples of a step.
+func (o Options) BatchSize() int { return max(o.Batch, 1) }
 
 // MinRateSum is what the learning rates of all steps must sum to: Adam moves a gate by at most about the rate per
 // step, so a gate that nothing holds needs a sum of 1 to fall from 1 to 0, and as much again to come back.

@@ -74,7 +74,7 @@ func TrainOn(ctx context.Context, set *devices.Set, ds *datasets.Dataset, opt Op
 	if err := usable(ds); err != nil {
 		return nil, err
 	}
-	t, err := newTrainer(set, ds, opt, order(opt.Seed, len(ds.Samples), opt.Steps*opt.batch()))
+	t, err := newTrainer(set, ds, opt, order(opt.Seed, len(ds.Samples), opt.Steps*opt.BatchSize()))
 	if err != nil {
 		return nil, err
 	}
@@ -297,7 +297,7 @@ type studentLoss struct {
 
 func newStudentLoss(set *devices.Set, ds *datasets.Dataset, opt Options, order []int) *studentLoss {
 	s := &studentLoss{set: set, ds: ds, opt: opt, order: order}
-	batch := opt.batch()
+	batch := opt.BatchSize()
 	for d := range set.Len() {
 		var own []int
 		for j, i := range order {
@@ -318,7 +318,7 @@ func (s *studentLoss) shape() tensor.Shape {
 
 // batch lists the indices of the step's samples.
 func (s *studentLoss) batch() []int {
-	n := s.opt.batch()
+	n := s.opt.BatchSize()
 	return s.order[s.step*n : s.step*n+n]
 }
 

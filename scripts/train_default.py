@@ -132,7 +132,7 @@ def sentences_of(text):
 
 
 ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth".split()
-WORDS = "alpha bravo charlie delta echo foxtrot golf hotel india juliet kilo lima mike november oscar papa quebec romeo sierra tango uniform victor whiskey xray yankee zulu".split()
+WORDS = re.search(r"\[calibration\]\nwords: (.*)", (ROOT / "datasets/words/passkeys.txt").read_text()).group(1).split()
 SYLLABLES = [c + v + e for c in ["b", "br", "c", "ch", "d", "f", "g", "gr", "h", "j", "k", "l", "m", "n", "p", "qu", "r", "s", "st", "t", "tr", "v", "w", "y", "z", ""] for v in "a e i o u ai ee ou".split() for e in ["", "n", "l", "r", "s", "t", "ck", "m"]]
 
 

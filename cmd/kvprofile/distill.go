@@ -154,7 +154,7 @@ func (s *session) distill(ctx context.Context, d *datasets.Dataset, in input, o 
 		if err := os.MkdirAll(o.Checkpoint, 0o777); err != nil {
 			return err
 		}
-		if used := max(o.Batch, 1); used < set.Len() {
+		if used := o.BatchSize(); used < set.Len() {
 			s.app.ui.Note("distill: steps of %d samples use as many of the %d GPUs; larger batches use more, and are another training", used, set.Len())
 		}
 		t := s.app.ui.Begin("distill", o.Steps)

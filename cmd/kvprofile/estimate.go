@@ -87,7 +87,7 @@ func profileCostOf(cfg engine.Config, sizes []profile.Size, grid profile.Grid) (
 }
 
 func distillCost(cfg engine.Config, lengths []int, o distill.Options) cost {
-	c := cost{stage: "distill", parallel: max(o.Batch, 1), disk: int64(o.Steps)*100 + int64(cfg.Layers*cfg.KVHeads)*200}
+	c := cost{stage: "distill", parallel: o.BatchSize(), disk: int64(o.Steps)*100 + int64(cfg.Layers*cfg.KVHeads)*200}
 	if len(lengths) == 0 {
 		return c
 	}
@@ -99,7 +99,7 @@ func distillCost(cfg engine.Config, lengths []int, o distill.Options) cost {
 		longest = max(longest, n)
 	}
 	// Teacher forward; student forward and backward in matrix products, whose attention is cheap: it streams.
-	steps := float64(o.Steps*max(o.Batch, 1)) / float64(len(lengths))
+	steps := float64(o.Steps*o.BatchSize()) / float64(len(lengths))
 	c.matmul, c.attention = 3*m*steps, a*steps
 	c.spill = min(cfg.StashBytes(longest), o.StashLimit) + 2*cfg.TeacherBytes(longest) + min(o.TeacherLimit, cfg.TeacherBytes(longest)*int64(len(lengths)))
 	c.memory = c.spill + 3*activationBytes(cfg, longest)

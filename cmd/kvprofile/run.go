@@ -307,7 +307,7 @@ func (s *session) test(ctx context.Context, o evalSettings) error {
 		return err
 	}
 	stage := run.Stage{Name: "eval", Settings: o, Inputs: map[string]string{"plan": p.Digest()}, Outputs: []string{eval.File}}
-	if err := s.do(ctx, stage, func(ctx context.Context) error { return s.evaluate(ctx, s.folder.Path(eval.File), o) }); err != nil {
+	if err := s.do(ctx, stage, func(ctx context.Context) error { return s.evaluate(ctx, p, s.folder.Path(eval.File), o) }); err != nil {
 		return err
 	}
 	result, err := eval.Load(s.folder.Path(eval.File))
@@ -327,14 +327,10 @@ func (s *session) test(ctx context.Context, o evalSettings) error {
 	return s.folder.Amend("compile", planFile, p.Write)
 }
 
-// evaluate tests the folder's plan.
-func (s *session) evaluate(ctx context.Context, path string, p evalSettings) error {
-	plans, err := s.app.evalPlans(s.model, []string{s.folder.Path(planFile)})
-	if err != nil {
-		return err
-	}
-	sets, err := taskSets(s.model, taskOptions{tasks: p.Tasks, lengths: []int{p.Length}, samples: p.Samples, seed: p.Seed,
-		purpose: datasets.Certification, haystack: p.from, plain: p.Plain})
+// evaluate runs a plan beside the full cache and writes what comes out.
+func (s *session) evaluate(ctx context.Context, p *plan.Plan, path string, o evalSettings) error {
+	sets, err := taskSets(s.model, taskOptions{tasks: o.Tasks, lengths: []int{o.Length}, samples: o.Samples, seed: o.Seed,
+		purpose: datasets.Certification, haystack: o.from, plain: o.Plain})
 	if err != nil {
 		return err
 	}
@@ -342,7 +338,7 @@ func (s *session) evaluate(ctx context.Context, path string, p evalSettings) err
 	if err != nil {
 		return err
 	}
-	result, err := s.app.measure(ctx, s.model, set, sets, plans, nil, eval.DefaultOptions())
+	result, err := s.app.measure(ctx, s.model, set, sets, []eval.Contender{{Name: "plan", Plan: p}}, nil, eval.DefaultOptions())
 	if err != nil {
 		return err
 	}

@@ -106,8 +106,9 @@ func (f *family) at(s state) []option {
 // chain lists the stages from cheap to dear. A stage is used for a request when its cheapest state fits.
 //
 // First all heads share little; then as many as have gates of at least one half are kept in full, one by one. Small
-// budgets fare better with few heads in full than with more for all: measured, see docs/results.md. Then top-k budgets grow to the pyramid's own, then heads get what recovers the threshold
-// where that is dearer, then the rest is kept in full in the order.
+// budgets fare better with few heads in full than with more for all: measured, see docs/results.md. Then top-k budgets
+// grow to the pyramid's own, then heads get what recovers the threshold where that is dearer, then the rest is kept in
+// full in the order.
 func (f *family) chain() [][]state {
 	var squeeze, open, grow, restore, rest []state
 	for b := f.least; b < f.start; b++ {

@@ -1,7 +1,6 @@
 package defaultmodel_test
 
 import (
-	"context"
 	"encoding/json"
 	"io/fs"
 	"math"
@@ -12,6 +11,7 @@ import (
 	"github.com/kvprofile/kvprofile/internal/defaultmodel"
 	"github.com/kvprofile/kvprofile/internal/engine"
 	"github.com/kvprofile/kvprofile/internal/engine/cpu"
+	"github.com/kvprofile/kvprofile/internal/engine/enginetest"
 )
 
 // What is embedded stays small, and is an ordinary folder.
@@ -75,26 +75,12 @@ func TestEqualsTransformers(t *testing.T) {
 		if ids := append([]int32{bos}, files.Tokenizer.Encode(want.Text)...); !slices.Equal(ids, want.Tokens) {
 			t.Errorf("%.40q: tokens %v, want %v", want.Text, ids, want.Tokens)
 		}
-		cache := m.NewCache(n + len(want.Greedy))
-		next := &engine.Sequence{Tokens: want.Tokens, Cache: cache, LogitRows: []int{n - 1}}
-		var generated []int32
-		for i := range want.Greedy {
-			if err := m.Forward(context.Background(), next); err != nil {
-				t.Fatal(err)
+		logits, generated := enginetest.Greedy(t, m, want.Tokens, len(want.Greedy))
+		for _, top := range want.Top {
+			if got := logits[int(top[0])]; math.Abs(got-top[1]) > 1e-4 {
+				t.Errorf("%d tokens: the logit of %g is %g, want %g", n, top[0], got, top[1])
 			}
-			logits := next.Logits[0]
-			if i == 0 {
-				for _, top := range want.Top {
-					if got := logits[int(top[0])]; math.Abs(got-top[1]) > 1e-4 {
-						t.Errorf("%d tokens: the logit of %g is %g, want %g", n, top[0], got, top[1])
-					}
-				}
-			}
-			best := int32(slices.Index(logits, slices.Max(logits)))
-			generated = append(generated, best)
-			next = &engine.Sequence{Tokens: []int32{best}, Cache: cache, LogitRows: []int{0}}
 		}
-		cache.Free()
 		if !slices.Equal(generated, want.Greedy) {
 			t.Errorf("%d tokens are continued with %v, want %v", n, generated, want.Greedy)
 		}

@@ -9,6 +9,7 @@ import (
 
 	"github.com/kvprofile/kvprofile/internal/engine"
 	"github.com/kvprofile/kvprofile/internal/engine/cpu"
+	"github.com/kvprofile/kvprofile/internal/engine/enginetest"
 	"github.com/kvprofile/kvprofile/internal/model"
 )
 
@@ -97,23 +98,7 @@ func TestSmolLM2EqualsTransformers(t *testing.T) {
 			continue
 		}
 		// The same continuation, token by token from a cache.
-		cache := m.NewCache(n + len(want.Greedy))
-		next := &engine.Sequence{Tokens: want.Tokens, Cache: cache, LogitRows: []int{n - 1}}
-		var generated []int32
-		for range want.Greedy {
-			if err := m.Forward(ctx, next); err != nil {
-				t.Fatal(err)
-			}
-			best := 0
-			for id, v := range next.Logits[0] {
-				if v > next.Logits[0][best] {
-					best = id
-				}
-			}
-			generated = append(generated, int32(best))
-			next = &engine.Sequence{Tokens: []int32{int32(best)}, Cache: cache, LogitRows: []int{0}}
-		}
-		cache.Free()
+		_, generated := enginetest.Greedy(t, m, want.Tokens, len(want.Greedy))
 		if !slices.Equal(generated, want.Greedy) {
 			t.Errorf("%d tokens are continued with %v, want %v", n, generated, want.Greedy)
 		}

@@ -18,6 +18,26 @@ func NewModel(t testing.TB, c engine.Config, seed uint64, b engine.Backend) *eng
 	return m
 }
 
+// Greedy continues a prompt by n tokens, each the likeliest, one by one from a cache. logits are those of the first.
+func Greedy(t testing.TB, m *engine.Model, prompt []int32, n int) (logits []float64, tokens []int32) {
+	t.Helper()
+	cache := m.NewCache(len(prompt) + n)
+	defer cache.Free()
+	next := &engine.Sequence{Tokens: prompt, Cache: cache, LogitRows: []int{len(prompt) - 1}}
+	for range n {
+		if err := m.Forward(context.Background(), next); err != nil {
+			t.Fatal(err)
+		}
+		if logits == nil {
+			logits = next.Logits[0]
+		}
+		best := int32(slices.Index(next.Logits[0], slices.Max(next.Logits[0])))
+		tokens = append(tokens, best)
+		next = &engine.Sequence{Tokens: []int32{best}, Cache: cache, LogitRows: []int{0}}
+	}
+	return logits, tokens
+}
+
 // ModelRun is what a whole model comes to, by every way through it.
 type ModelRun struct {
 	logits, cached, decoded []float64 // at once, with a cache, over pages
